@@ -16,7 +16,7 @@ from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 
 from summa3d import Grid
-from summa3d.comm.arrays import is_half, is_torch, widen
+from summa3d.comm.device.arrays import is_half, is_torch, widen
 from summa3d.gemm import CuboidPlan
 from summa3d.gemm.algorithms.cuboid import Cuboid
 

@@ -19,7 +19,7 @@ def main() -> int:
 
         return command()
     except KeyboardInterrupt:
-        from .comm.profile.processes import launched_as
+        from .comm.health.processes import launched_as
 
         module = sys.modules.get("mpi4py.MPI")
         if module is not None and module.Is_initialized():  # it has ranks, of which one reports for all

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from summa3d.comm.arrays import numpy_dtype
+from summa3d.comm.device.arrays import numpy_dtype
 
 DTYPES = ("bool", "int32", "int64", "float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 

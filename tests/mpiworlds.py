@@ -265,7 +265,7 @@ class Guest:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         if world_size_of(item) == 0:
             return (yield)
-        from summa3d.comm.watchdog import Watchdog
+        from summa3d.comm.health.watchdog import Watchdog
 
         with Watchdog(timeout_of(item), what=f"{item.nodeid} has not finished", output=self.stderr):
             return (yield)

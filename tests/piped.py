@@ -20,8 +20,8 @@ from mpi4py import MPI
 
 from summa3d.comm.axis import Axis
 from summa3d.comm.channel import Channel
-from summa3d.comm.failure import install_abort_hook
 from summa3d.comm.grid import Grid
+from summa3d.comm.health.failure import install_abort_hook
 from summa3d.parallel.schedule import GRADIENT_ENDS, PipelineMessage, Schedule, build
 
 DELAY = 0.001

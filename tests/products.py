@@ -10,7 +10,7 @@ import devices
 import numpy as np
 from kinds import array, plain
 
-from summa3d.comm.arrays import is_on_device
+from summa3d.comm.device.arrays import is_on_device
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.layout import distribute
 

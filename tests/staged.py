@@ -196,8 +196,8 @@ def main(steps: str) -> None:
     """Steps of two pipelines on four ranks, each against plain accumulation."""
     from mpi4py import MPI
 
-    from summa3d.comm.failure import install_abort_hook
     from summa3d.comm.grid import Grid
+    from summa3d.comm.health.failure import install_abort_hook
 
     install_abort_hook()
 

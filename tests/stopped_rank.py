@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from summa3d.comm.profile.processes import launched_as
+from summa3d.comm.health.processes import launched_as
 
 WORKS = 8.0
 SIGNALS = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}

@@ -15,8 +15,8 @@ DELETIONS = {
     # by the library's own names, or by a name that the caller has matched
     "files.remove_files",
     "files.rename_folder",
-    "comm.profile.flight_files.remove",
-    "comm.profile.flight_files.claim",
+    "comm.health.flight_files.remove",
+    "comm.health.flight_files.claim",
     "train.prepare.open_folder",
     "train.lease.Lease.__exit__",
     "train.lease.Lease._claim",
@@ -24,7 +24,7 @@ DELETIONS = {
     "sweep.measure.measure",
     "sweep.measure.measure.begin",
     # a file that is about to be made anew, exclusively
-    "comm.profile.flight_files.create",
+    "comm.health.flight_files.create",
     "gemm.files._create",
     "train.checkpoint.safetensors.write_tensors",
     # a temporary file of this process, at a failure
@@ -48,8 +48,8 @@ WRITES = {
     # exclusive, or without following a link
     "files.no_follow",
     "files.replacing",
-    "comm.profile.flight_files.create",
-    "comm.profile.flight_files.claim",
+    "comm.health.flight_files.create",
+    "comm.health.flight_files.claim",
     "gemm.files._create",
     "sweep.lines.append",
     "train.checkpoint.safetensors.write_tensors",
@@ -57,14 +57,14 @@ WRITES = {
     "train.lease.Lease._claim",
     "train.metrics.open_at",
     # in a folder that the same function, or its caller, has just made
-    "comm.profile.flight_files._copy",
+    "comm.health.flight_files._copy",
     "launch.emulate.Emulated.command",
     "train.data.corpus.encode",
     "train.data.tokens._encode_once",
     # a FIFO or a device that the user has named; /dev/null; another rank's memory
     "files.replace_text",
     "cli.main.main",
-    "comm.failure.abort",
+    "comm.health.failure.abort",
     "comm.transport.node_memory.joined",
 }
 REMOVING, RENAMING = ("unlink", "remove", "rmdir", "removedirs"), ("rename", "renames", "replace")

@@ -100,9 +100,6 @@ def test_a_back_edge_is_found_wherever_it_hides(tmp_path: Path, line: str) -> No
 
 
 BOTH_WAYS = {
-    "comm/device": "arrays, which every sub-folder needs, stand above them",
-    "comm/profile": "arrays stand above; failure and watchdog, which read the flight recorder, beside them",
-    "comm/transport": "arrays, signatures and failure stand above",
     "nn/models": "the choice of a grid builds a model to measure it; models are made of a model's sizes",
     "nn/schemes": "parameters are made on a scheme, and schemes read the model's sizes, which users write beside both",
     "plan/search": "the choice of a plan for one run is one search, which prices what plan/ predicts",

@@ -164,8 +164,8 @@ WIDE = {
     "Fused": "no state: stands for the module of the reference's functions",
     **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "ViT"), MODELS),
     **dict.fromkeys(("HostTransport", "CudaAwareTransport", "NcclTransport", "NcclLink", "PinnedTransport"), TRANSPORT),
-    **dict.fromkeys(("DryTransport", "NodeBuffer", "Route", "Message"), TRANSPORT),
-    **dict.fromkeys(("Agarwal", "Ca25d", "Cannon", "Cuboid"), "an executor: what its operands have in common, not divided yet"),
+    **dict.fromkeys(("DryTransport", "Route", "Message"), TRANSPORT),
+    "DryStep": "a record: what one rank of a dry run would move and hold",
     "PlanTable": "columns of the planner's table",
 }
 """Classes that may have more public methods or attributes, and why."""

@@ -23,7 +23,7 @@ import jobs
 import numpy as np
 import pytest
 
-from summa3d.comm.profile import flight, flight_files, processes
+from summa3d.comm.health import flight, flight_files, processes
 from summa3d.comm.transport.node_memory import NOTE, offered
 from summa3d.errors import Summa3dError
 from summa3d.files import replace_text
@@ -339,7 +339,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 from summa3d import Grid
-from summa3d.comm.profile import processes
+from summa3d.comm.health import processes
 comm, shared, target = MPI.COMM_WORLD, *map(Path, sys.argv[1:])
 if comm.rank == 0:
     folder, claim = shared / f"summa3d-flight-0-{processes.job_name()}", f"summa3d-failure-0-{processes.job_name()}"

@@ -12,8 +12,8 @@ from functools import cached_property
 
 from torch import Tensor, is_grad_enabled
 
-from ..comm.arrays import dtype_name
 from ..comm.axis import Axis
+from ..comm.device.arrays import dtype_name
 from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.pending import Completed, Pending
 from ..errors import ShapeError

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..comm.arrays import Array, copy_into, is_torch, library_of, numpy_dtype
 from ..comm.axis import Axis
+from ..comm.device.arrays import Array, copy_into, is_torch, library_of, numpy_dtype
 from ..comm.device.select import placed, settle
 from ..comm.grid import Grid
 from ..comm.nodes import Nodes

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..comm.grid import BaseGrid
-from ..comm.profile import flight
+from ..comm.health import flight
 
 NAP = 0.002  # seconds that a rank sleeps between two tests of a barrier
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..comm.arrays import DEVICES
+from ..comm.device.arrays import DEVICES
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError, DataError
 from ..files import grid_of, replace_text

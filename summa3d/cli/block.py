@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..comm.arrays import DEVICES
+from ..comm.device.arrays import DEVICES
 from ..errors import ConfigError
 from ..files import grid_of
 from .traces import ranges_for

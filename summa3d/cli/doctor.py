@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import interpreter
 from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
-from ..comm.profile import flight
+from ..comm.health import flight
 from ..errors import ConfigError, DataError, LaunchError
 from ..files import whole
 from ..launch import segments, slurm

@@ -16,7 +16,7 @@ from threadpoolctl import threadpool_limits
 
 from ..bench.capacity import peak_bytes, require
 from ..bench.traced import show
-from ..comm.arrays import DEVICES, numpy_dtype, quiet
+from ..comm.device.arrays import DEVICES, numpy_dtype, quiet
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..files import grid_of
@@ -267,7 +267,7 @@ def relative_error(args: argparse.Namespace, plan: Any, c: Any, serial_seconds: 
     rank 0 holds A, B and C as a whole.
     """
     from ..bench.clock import sleep_until_all_are_here
-    from ..comm.arrays import to_host
+    from ..comm.device.arrays import to_host
 
     whole, error = to_host(c.to_global()), 0.0
     if c.grid.rank == 0:

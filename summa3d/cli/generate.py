@@ -8,7 +8,7 @@ import time
 from functools import partial
 from pathlib import Path
 
-from ..comm.arrays import DEVICES
+from ..comm.device.arrays import DEVICES
 from ..errors import ConfigError
 from .train import chooser, one_thread_if_small
 

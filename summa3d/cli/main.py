@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import preemption
-from ..comm.profile.processes import launched_as
+from ..comm.health.processes import launched_as
 from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
 from ..files import LARGEST_WHOLE, whole
 from ..launch.runtime import (
@@ -288,7 +288,7 @@ def _run(name: str, arguments: list[str]) -> int:
         status: int = module.run(parsed)
     except SystemExit as request:
         if not without_mpi(name, arguments):
-            from ..comm.failure import end_job, status_of
+            from ..comm.health.failure import end_job, status_of
 
             end_job(status_of(request), speaks=not isinstance(request, SaidExit))
         raise
@@ -419,8 +419,8 @@ def start_mpi(most_threads: int | None = None) -> None:
         unname(node)
     _share_cores(node, most_threads)
     node.Free()
-    from ..comm.arrays import keep_freed_memory
-    from ..comm.failure import install_abort_hook
+    from ..comm.device.arrays import keep_freed_memory
+    from ..comm.health.failure import install_abort_hook
 
     install_abort_hook()
     keep_freed_memory()
@@ -428,8 +428,7 @@ def start_mpi(most_threads: int | None = None) -> None:
 
 def _watch_ranks(seconds: float) -> None:
     """Watch the ranks of this node, from before MPI_Init on."""
-    from ..comm import watchdog
-    from ..comm.profile import flight
+    from ..comm.health import flight, watchdog
 
     launched = launched_as()
     if launched is not None:

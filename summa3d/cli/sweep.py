@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..comm.profile.processes import launched_as
+from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..files import replace_text, whole
 from ..interpreter import module

@@ -34,7 +34,7 @@ def check_trace_arguments(args: argparse.Namespace, comm: MPI.Intracomm) -> None
 
     Collective where --trace or --nvtx is given.
     """
-    from ..comm.failure import agree_on_error
+    from ..comm.health.agreement import agree_on_error
     from ..comm.profile.nvtx import nvtx
     from ..comm.profile.trace import check_file
 

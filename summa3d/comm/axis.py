@@ -10,14 +10,14 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import Array
 from .axis_lock import AxisLock, OfThisProcess
 from .calls import Calls
 from .checks import Checks, Routes
 from .collective import Collective, Copied, alone
-from .nodes import world_ranks
+from .device.arrays import Array
+from .health import flight
+from .health.agreement import world_ranks
 from .pending import Completed, Pending
-from .profile import flight
 from .profile.ledger import Ledger
 from .transport.call import Route
 from .transport.transports import Freed, Transports

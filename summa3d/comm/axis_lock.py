@@ -12,7 +12,7 @@ from weakref import WeakSet
 from mpi4py import MPI
 
 from ..errors import GridError, Summa3dError
-from .failure import not_a_rank, said
+from .health.failure import not_a_rank, said
 
 if TYPE_CHECKING:
     from typing_extensions import Self

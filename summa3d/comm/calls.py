@@ -9,12 +9,12 @@ from functools import partial
 import numpy as np
 from mpi4py import MPI
 
-from .arrays import Array, dtype_name
 from .axis_lock import AxisLock
 from .checks import Checks
-from .failure import check_comm
+from .device.arrays import Array, dtype_name
+from .health import flight
+from .health.failure import check_comm
 from .pending import Begun, Pending, cpu_seconds
-from .profile import flight
 from .profile.ledger import Amounts
 from .transport.call import Members, Route
 from .transport.transports import Transports

@@ -13,11 +13,11 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import AgreementError, GridError
-from .arrays import Array, count, dtype_name, is_on_device, place_of
 from .axis import Axis
 from .checks import Checks
+from .device.arrays import Array, count, dtype_name, is_on_device, place_of
+from .health import flight
 from .pending import Begun, Pending
-from .profile import flight
 from .transport.call import Route
 from .transport.nccl import NcclLink, NcclTransport
 from .transport.p2p import CODES, HEADER

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ..errors import ShapeError
-from .arrays import (
+from .device.arrays import (
     Array,
     array_problem,
     count,
@@ -23,7 +23,7 @@ from .arrays import (
     place_of,
     share,
 )
-from .failure import check_agreement
+from .health.agreement import check_agreement
 from .transport.call import Members, Route
 from .transport.p2p import CODES
 from .transport.transports import Transports

@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import numpy as np
 
-from .arrays import Array, copy_into, dtype_name, into_problem, is_writable, place_of
 from .calls import Calls
+from .device.arrays import Array, copy_into, dtype_name, into_problem, is_writable, place_of
 from .pending import Completed, Pending
 from .transport.call import Route
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from ..errors import GridError, Summa3dError
 from .axis import Axis, free
-from .failure import check_comm
+from .health.failure import check_comm
 from .job import Job
 
 

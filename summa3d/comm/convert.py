@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from .arrays import DEVICES, Array, dtype_name, is_on_device, is_torch, numpy_dtype, to_host
+from .device.arrays import DEVICES, Array, dtype_name, is_on_device, is_torch, numpy_dtype, to_host
 
 LIBRARIES = ("numpy", "torch", "cupy")
 

@@ -11,20 +11,21 @@ from mpi4py import MPI
 
 from ..errors import GridError
 from ..node_support import watchdog_seconds
-from .arrays import Array
 from .axis import Axis
 from .axis_lock import OfThisProcess
 from .communicators import Communicators, NoCommunicators, checked_comm, comm_of, release
+from .device.arrays import Array
 from .device.backend import Backend
-from .failure import check_agreement, check_comm
+from .health import flight
+from .health.agreement import check_agreement
+from .health.failure import check_comm
+from .health.watchdog import guard
 from .job import Job
-from .profile import flight
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
 from .transport.call import Carried, Members, Route
 from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
-from .watchdog import guard
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -15,7 +15,7 @@ from ..blas_library import TORCH, BlasRule, common_rule, rule_for_tensors
 from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
 from .device.backend import Backend
-from .failure import compare, facts_of
+from .health.agreement import compare, facts_of
 from .topology import Topology
 from .transport.select import NodeRule
 from .transport.transports import TransportFactory

@@ -8,7 +8,6 @@ from pathlib import Path
 from mpi4py import MPI
 
 from ..node_support import affinity
-from .failure import check_comm
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -44,9 +43,3 @@ class Nodes:
     def total_cores(self) -> int:
         """The number of cores that the job may use."""
         return sum(self.cores)
-
-
-def world_ranks(comm: MPI.Comm) -> list[int]:
-    """The rank in MPI_COMM_WORLD of each rank of `comm`. Raises GridError where it was freed."""
-    check_comm(comm, "a communication")
-    return list(comm.group.Translate_ranks(None, MPI.COMM_WORLD.group))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from .arrays import Array, dtype_name, is_on_device
-from .profile import flight
+from .device.arrays import Array, dtype_name, is_on_device
+from .health import flight
 from .profile.ledger import Amounts, Ledger
 from .profile.nvtx import Ranges
 from .profile.timeline import Timed

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import Array, place_of
 from .axis import Axis
 from .collective import Collective
+from .device.arrays import Array, place_of
 
 
 class Prepared:

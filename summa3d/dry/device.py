@@ -12,7 +12,7 @@ from summa3d.kernels import dispatch
 from summa3d.kernels.launch import Argument
 from summa3d.kernels.rows import Fused
 
-from ..comm.arrays import meta_on_device
+from ..comm.device.arrays import meta_on_device
 
 PROCESSORS = 132
 """Multiprocessors of the simulated device (an H100): they set how many partial sums kernels leave, some MB on any device."""

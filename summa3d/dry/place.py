@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..comm.arrays import Array, empty, is_half, is_torch
+from ..comm.device.arrays import Array, empty, is_half, is_torch
 from ..comm.grid import Place
 from ..comm.profile.ledger import Amounts, Ledger
 from ..comm.transport.call import MESSAGES, Carried, Members, Requests, Route

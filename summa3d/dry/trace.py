@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..autograd.deferred import PassState
-from ..comm.arrays import Array, dtype_name
+from ..comm.device.arrays import Array, dtype_name
 from ..comm.profile.ledger import Amounts
 from ..nn.models.base import Body
 from .place import DryLedger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..columns import aligned
-from ..comm.arrays import dtype_name
+from ..comm.device.arrays import dtype_name
 from .distributed import Distributed
 
 RangePairs = tuple[tuple[int, int], ...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..comm.arrays import Array, array_problem, kind_of
+from ..comm.device.arrays import Array, array_problem, kind_of
 from ..comm.grid import BaseGrid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import ownership

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..comm.arrays import Array, is_torch, kind_of
+from ..comm.device.arrays import Array, is_torch, kind_of
 from ..comm.grid import BaseGrid
 from .algorithms.executor import Executor
 from .algorithms.plan import ProductPlan

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from ..comm.arrays import dtype_name, to_host
-from ..comm.failure import agree_on_error
+from ..comm.device.arrays import dtype_name, to_host
 from ..comm.grid import BaseGrid
+from ..comm.health.agreement import agree_on_error
 from ..errors import DataError
 from ..layout.layout import Layout
 from ..layout.redistribute import Ownership, put, taken

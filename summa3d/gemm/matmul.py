@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..comm.arrays import dtype_name, empty, place_of
+from ..comm.device.arrays import dtype_name, empty, place_of
 from ..comm.grid import agree_on_call
 from ..errors import AgreementError, ConfigError, LayoutError, ShapeError, Summa3dError
 from ..layout.layout import Layout

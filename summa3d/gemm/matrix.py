@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype, quiet
 from ..comm.convert import converted
+from ..comm.device.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype, quiet
 from ..comm.grid import BaseGrid
 from ..errors import ConfigError, LayoutError, ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership

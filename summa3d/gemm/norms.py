@@ -7,7 +7,7 @@ from math import inf, sqrt
 
 import numpy as np
 
-from ..comm.arrays import Array, is_torch, quiet, to_host
+from ..comm.device.arrays import Array, is_torch, quiet, to_host
 from ..errors import ShapeError
 from ..layout.layout import Layout
 from .distributed import Distributed

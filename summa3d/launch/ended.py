@@ -8,7 +8,7 @@ import select
 import sys
 import threading
 
-from ..comm.profile.processes import descendants, described, environment_of, launched_as, state_of
+from ..comm.health.processes import descendants, described, environment_of, launched_as, state_of
 
 LOOK_EVERY = 100
 """Milliseconds between two looks for ranks that have started, until all have been seen."""

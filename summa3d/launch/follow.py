@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from .. import preemption
-from ..comm.profile import flight, flight_files, processes
+from ..comm.health import flight, flight_files, processes
 from ..node_support import watchdog_seconds
 from . import segments
 from .ended import FirstEnded

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from ..comm.profile.processes import launched_as
+from ..comm.health.processes import launched_as
 from .runtime import let_idle_threads_sleep, take_core, usable_cores
 
 

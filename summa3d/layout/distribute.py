@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..comm.arrays import Array, contiguous, copy_into, empty
+from ..comm.device.arrays import Array, contiguous, copy_into, empty
 from ..comm.grid import BaseGrid
 from ..errors import ShapeError
 from .layout import Layout, Sharding

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..comm.arrays import Array, array_problem, dtype_name, empty, is_on_device
+from ..comm.device.arrays import Array, array_problem, dtype_name, empty, is_on_device
 from ..comm.grid import BaseGrid, agree_on_call
 from ..errors import LayoutError, ShapeError
 from .cyclic import Ownership, Runs, ownership

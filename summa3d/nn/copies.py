@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..comm.failure import who_passed_what
 from ..comm.grid import BaseGrid, agree_on_call
+from ..comm.health.agreement import who_passed_what
 from ..errors import AgreementError, GridError
 from ..layout.layout import Sharding
 

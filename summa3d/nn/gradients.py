@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..comm.failure import check_agreement, who_passed_what
 from ..comm.grid import BaseGrid, agree_on_call
+from ..comm.health.agreement import check_agreement, who_passed_what
 from ..errors import AgreementError, ConfigError, Summa3dError
 from .copies import fingerprint, first_holders, grid_of
 

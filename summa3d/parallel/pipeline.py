@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..comm.axis import Axis
 from ..comm.channel import Channel
-from ..comm.failure import check_agreement
+from ..comm.health.agreement import check_agreement
 from ..layout.copies import Copies
 from ..layout.layout import Layout
 from ..nn.context import Context

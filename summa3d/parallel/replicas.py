@@ -12,7 +12,7 @@ from zlib import crc32
 import numpy as np
 import torch
 
-from ..comm.failure import check_agreement
+from ..comm.health.agreement import check_agreement
 from ..comm.topology import replica_axes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of

@@ -9,7 +9,7 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
-from ..comm.arrays import DEVICES
+from ..comm.device.arrays import DEVICES
 from ..comm.topology import axes_in, divisors
 from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES

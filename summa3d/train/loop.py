@@ -18,10 +18,10 @@ from mpi4py import MPI
 from torch import Tensor
 
 from .. import preemption
-from ..comm import watchdog
 from ..comm.axis import Axis
-from ..comm.failure import telling_where
-from ..comm.profile import flight, trace
+from ..comm.health import flight, watchdog
+from ..comm.health.failure import telling_where
+from ..comm.profile import trace
 from ..comm.profile.nvtx import Ranges
 from ..errors import CheckpointError, ConfigError
 from ..files import read_json, replacing
@@ -44,7 +44,7 @@ from .metrics import MetricsWriter, StepMetrics, Stopwatch
 from .on_root import on_root
 from .optimizer import clip_factor, learning_rate
 from .precision import torch_dtype
-from .prepare import Run, prepare
+from .prepare import Run, Votes, prepare
 from .progress import Progress
 from .utilization import StepWork, model_flops, peak_flops
 
@@ -105,7 +105,7 @@ def train(
             traced.check(run.done, config.train.steps)
         run.grid.ledger.ranges = ranges
         flight.keep_in(folder)
-        recorder = MetricsWriter(run.metrics, comm, run.done, _work(run, progress), config.train.tensorboard)
+        recorder = MetricsWriter(run.folder / "metrics.jsonl", comm, run.done, _work(run, progress), config.train.tensorboard)
         progress.say(_opening(run))
         progress.start(run.done)
         began = time.perf_counter()
@@ -172,12 +172,12 @@ def run_steps(
             step.validation_loss = evaluate(run)
         recorder.post(step)
         progress.step(step, recorder.core_time)
-        ends = bool(run.asked) and number < settings.steps
+        ends = bool(run.votes.asked) and number < settings.steps
         if settings.keep and (ends or _due(number, settings.checkpoint_every, settings.steps)):
             recorder.flush()
             waits = ends or number == settings.steps or not settings.background
             writer.save(number, run.blocks(), run.loss_scale.state(), waits)
-        elif not run.writing:
+        elif not run.votes.writing:
             writer.settle()
         run.done = number
         if deadline is not None:
@@ -203,7 +203,7 @@ def take_step(run: Run, number: int) -> StepMetrics:
         loss = run.replicas.settle(total(losses, run.pipeline.axis))
         votes = (preemption.received() is not None) + WRITING * (run.writer is not None and run.writer.busy)
         norm, votes = norm_and_votes(run.optimizer.counted_gradients(), run.grid, votes)
-        run.writing, run.asked = divmod(votes, WRITING)
+        run.votes = Votes(*divmod(votes, WRITING))
         norm /= scale
         rate = learning_rate(number, settings)
         if run.loss_scale.accepts(number, loss, norm):
@@ -281,7 +281,7 @@ def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress
     if run.config.train.sample_tokens and isinstance(run.model, LanguageModel):
         progress.doing(f"sampling {run.config.train.sample_tokens} tokens")
         text = continue_prompt(run)
-    entries = metrics.read(run.metrics) if comm.rank == 0 else []
+    entries = metrics.read(run.folder / "metrics.jsonl") if comm.rank == 0 else []
     plot = _draw(run, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
     summary = _account(run, recorder.account, entries, seconds)
@@ -362,7 +362,9 @@ def _draw(run: Run, progress: Progress) -> str | None:
         with replacing(path) as new:
             draw_loss([run.folder], [new])
     except ImportError as error:
-        progress.say(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.metrics} holds the numbers.")
+        progress.say(
+            f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.folder / 'metrics.jsonl'} holds the numbers."
+        )
         return None
     return os.fspath(path)
 

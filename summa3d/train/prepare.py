@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from mpi4py import MPI
@@ -39,11 +40,18 @@ from .precision import LossScale, torch_dtype, working_weights
 from .progress import SILENT, Progress
 
 
+class Votes(NamedTuple):
+    """Ranks that were writing a checkpoint at a step, and ranks that had been asked to end."""
+
+    writing: int
+    asked: int
+
+
 @dataclass
 class Run:
     """A training run: its folder and grid, and its model and optimizer after `done` steps on this rank's device.
 
-    asked, writing : the ranks that had been asked to end, and those that wrote a checkpoint, at the last step's gradient norm
+    votes : how many ranks were writing a checkpoint, and how many had been asked to end, at the last step's gradient norm
     """
 
     config: Config
@@ -59,18 +67,12 @@ class Run:
     done: int = 0
     device: torch.device = HOST
     writer: Writer | None = None
-    asked: int = 0
-    writing: int = 0
+    votes: Votes = Votes(0, 0)
 
     @property
     def checkpoints(self) -> Path:
         """The folder that holds the checkpoints step-N."""
         return self.folder / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        """The path of metrics.jsonl."""
-        return self.folder / "metrics.jsonl"
 
     def working_weights(self) -> AbstractContextManager[None]:
         """A context in which layers compute with weights of the run's dtype."""

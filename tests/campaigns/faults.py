@@ -30,7 +30,7 @@ from campaigns import core
 from safetensors import safe_open
 
 from summa3d import errors
-from summa3d.comm.profile.processes import environment_of, launched_as
+from summa3d.comm.health.processes import environment_of, launched_as
 from summa3d.launch.runtime import THREAD_VARIABLES
 
 PLANTED = Path(__file__).with_name("planted")

@@ -13,7 +13,7 @@ import jobs
 import pytest
 
 from summa3d.cli import main as entry
-from summa3d.comm.profile.processes import launched_as
+from summa3d.comm.health.processes import launched_as
 from summa3d.errors import LaunchError
 from summa3d.launch import runtime
 from summa3d.launch.runtime import (

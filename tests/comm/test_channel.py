@@ -15,7 +15,7 @@ import piped
 import pytest
 
 from summa3d.comm.channel import Channel, Link, links_of
-from summa3d.comm.profile import flight
+from summa3d.comm.health import flight
 from summa3d.dry.place import DryPlace
 from summa3d.errors import AgreementError, GridError, ShapeError
 from summa3d.parallel.schedule import SCHEDULES, build, looped

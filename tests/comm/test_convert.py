@@ -10,8 +10,9 @@ import pytest
 import torch
 from kinds import DTYPES, array, numbers
 
-from summa3d.comm import arrays, convert
+from summa3d.comm import convert
 from summa3d.comm.convert import converted
+from summa3d.comm.device import arrays
 from summa3d.errors import ConfigError
 
 

@@ -14,8 +14,7 @@ import fake_nccl
 import numpy as np
 import pytest
 
-from summa3d.comm import arrays
-from summa3d.comm.device import backend
+from summa3d.comm.device import arrays, backend
 from summa3d.comm.device import cupy as cupy_backend
 from summa3d.comm.device import select as places
 from summa3d.comm.transport import nccl, probe

@@ -19,8 +19,8 @@ HOOK = """
 import os, sys, threading, time
 from pathlib import Path
 from mpi4py import MPI
-from summa3d.comm.failure import install_abort_hook
-from summa3d.comm.watchdog import Watchdog
+from summa3d.comm.health.failure import install_abort_hook
+from summa3d.comm.health.watchdog import Watchdog
 from summa3d.errors import LayoutError
 install_abort_hook()
 comm = MPI.COMM_WORLD
@@ -142,7 +142,7 @@ def raised_by(action: Any) -> Exception:
 
 @pytest.mark.mpi(sizes=(4,))
 def test_agree_on_error_raises_the_lowest_ranks_error_everywhere(comm: Any) -> None:
-    from summa3d.comm.failure import agree_on_error
+    from summa3d.comm.health.agreement import agree_on_error
 
     agree_on_error(comm, None)
     mine = LayoutError(f"from {comm.rank}") if comm.rank in (1, 3) else None
@@ -153,7 +153,7 @@ def test_agree_on_error_raises_the_lowest_ranks_error_everywhere(comm: Any) -> N
 
 @pytest.mark.mpi(sizes=(3,))
 def test_agree_on_error_names_no_rank_where_all_fail_alike(comm: Any) -> None:
-    from summa3d.comm.failure import agree_on_error
+    from summa3d.comm.health.agreement import agree_on_error
 
     error = raised_by(lambda: agree_on_error(comm, Summa3dError("all of us")))
     assert type(error) is Summa3dError
@@ -162,7 +162,7 @@ def test_agree_on_error_names_no_rank_where_all_fail_alike(comm: Any) -> None:
 
 @pytest.mark.mpi(sizes=(2,))
 def test_agree_on_error_carries_errors_that_need_more_than_a_message(comm: Any) -> None:
-    from summa3d.comm.failure import agree_on_error
+    from summa3d.comm.health.agreement import agree_on_error
 
     mine = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad byte") if comm.rank == 1 else None
     error = raised_by(lambda: agree_on_error(comm, mine))
@@ -172,7 +172,7 @@ def test_agree_on_error_carries_errors_that_need_more_than_a_message(comm: Any) 
 
 @pytest.mark.mpi(sizes=(4,))
 def test_check_agreement_names_the_ranks_and_what_they_passed(comm: Any) -> None:
-    from summa3d.comm.failure import check_agreement
+    from summa3d.comm.health.agreement import check_agreement
 
     check_agreement(comm, "all_gather", {"shape": (3, 4), "dtype": "float32"})
     shape = (3, 5) if comm.rank == 2 else (3, 4)
@@ -184,7 +184,7 @@ def test_check_agreement_names_the_ranks_and_what_they_passed(comm: Any) -> None
 
 @pytest.mark.mpi(sizes=(4,))
 def test_check_agreement_tells_different_collectives_apart_alike_on_all_ranks(comm: Any) -> None:
-    from summa3d.comm.failure import check_agreement
+    from summa3d.comm.health.agreement import check_agreement
 
     name = "broadcast" if comm.rank == 3 else "all_reduce"
     error = raised_by(lambda: check_agreement(comm, name, {}))

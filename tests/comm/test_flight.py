@@ -10,15 +10,15 @@ from pathlib import Path
 import jobs
 import pytest
 
-from summa3d.comm.profile import flight, flight_files
+from summa3d.comm.health import flight, flight_files
 from summa3d.comm.transport.call import Route
 
 JOB = """
 import os, sys, threading, time
 import numpy as np
 from mpi4py import MPI
-from summa3d.comm.failure import install_abort_hook
-from summa3d.comm.watchdog import Watchdog
+from summa3d.comm.health.failure import install_abort_hook
+from summa3d.comm.health.watchdog import Watchdog
 from summa3d.comm.grid import Grid
 
 comm, how = MPI.COMM_WORLD, sys.argv[1]

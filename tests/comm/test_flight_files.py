@@ -9,7 +9,7 @@ from pathlib import Path
 import jobs
 import pytest
 
-from summa3d.comm.profile import flight, flight_files, processes
+from summa3d.comm.health import flight, flight_files, processes
 
 FAILS = """
 import sys

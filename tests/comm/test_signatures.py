@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from summa3d.comm.grid import Grid
-from summa3d.comm.signatures import KEPT
+from summa3d.comm.health.signatures import KEPT
 from summa3d.errors import AgreementError, GridError
 from summa3d.gemm.matrix import DistMatrix
 from summa3d.layout.redistribute import redistribute

@@ -16,9 +16,8 @@ import jobs
 import pytest
 from small_runs import assignments, write_corpus
 
-from summa3d.comm import watchdog
-from summa3d.comm.profile import flight, processes
-from summa3d.comm.watchdog import ASLEEP, STOPPED, WAITS, WORKS, Look, kind_of
+from summa3d.comm.health import flight, processes, watchdog
+from summa3d.comm.health.watchdog import ASLEEP, STOPPED, WAITS, WORKS, Look, kind_of
 from summa3d.errors import ConfigError
 from summa3d.launch import follow
 from summa3d.node_support import watchdog_seconds
@@ -277,7 +276,7 @@ def test_pytest_is_left_alone(make_grid) -> None:  # type: ignore[no-untyped-def
 
 
 def test_a_script_may_opt_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from summa3d.comm.failure import _is_left_alone
+    from summa3d.comm.health.failure import _is_left_alone
 
     monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "_pytest"})
     assert not _is_left_alone()

@@ -13,7 +13,7 @@ from golden_cases import Case
 from pairs import turns
 from summa3d.kernels import reference
 
-from summa3d.comm.arrays import overlap
+from summa3d.comm.device.arrays import overlap
 from summa3d.dry import step as dry_step
 from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes

@@ -228,8 +228,8 @@ import sys, time
 sys.path.append({tests!r})
 from mpi4py import MPI
 from staged import Case, Piped
-from summa3d.comm.failure import install_abort_hook, telling_where
-from summa3d.comm.watchdog import Watchdog
+from summa3d.comm.health.failure import install_abort_hook, telling_where
+from summa3d.comm.health.watchdog import Watchdog
 from summa3d.comm.grid import Grid
 install_abort_hook()
 rank = MPI.COMM_WORLD.rank

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from summa3d import preemption
-from summa3d.comm.profile.processes import launched_as
+from summa3d.comm.health.processes import launched_as
 
 ABOVE = {"rank": 0, "mpiexec": 2, "launch": 3}
 """Processes between a rank and what is struck: MPICH's proxy is the parent of a rank."""

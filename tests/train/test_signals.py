@@ -22,7 +22,7 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
-from summa3d.comm.profile.processes import children, descendants, environment_of, launched_as, state_of
+from summa3d.comm.health.processes import children, descendants, environment_of, launched_as, state_of
 from summa3d.launch.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..arrays import Array
 from ..profile.timeline import Span, Timed
+from .arrays import Array
 from .backend import Backend, Event
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..arrays import Array
+from .arrays import Array
 
 
 class Event(Protocol):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
-from ..arrays import Array, is_torch
+from .arrays import Array, is_torch
 
 DEFAULT_KIND = 4  # cudaMemcpyDefault: the addresses say which way
 

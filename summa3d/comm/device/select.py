@@ -9,8 +9,8 @@ from typing import Any
 from mpi4py import MPI
 
 from ...errors import ConfigError
-from ..arrays import DEVICES, Array, is_on_device
-from ..failure import agree_on_error
+from ..health.agreement import agree_on_error
+from .arrays import DEVICES, Array, is_on_device
 from .cupy import CupyBackend
 
 VARIABLE = "SUMMA3D_DEVICE"

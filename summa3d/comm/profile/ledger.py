@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..arrays import Array, dtype_name, is_on_device
+from ..device.arrays import Array, dtype_name, is_on_device
 from .nvtx import Ranges
 from .timeline import Span, Timeline
 from .trace import COPIES, PRODUCTS, Communication, Stretch, Trace, Work

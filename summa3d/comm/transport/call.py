@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpi4py import MPI
 
 from ...errors import GridError
-from ..arrays import Array, count, dtype_name
+from ..device.arrays import Array, count, dtype_name
+from ..health.signatures import Signed
 from ..profile.ledger import Amounts, Ledger
-from ..signatures import Signed
 from .progress import Naps, is_done
 
 if TYPE_CHECKING:

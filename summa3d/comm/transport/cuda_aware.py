@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..arrays import Array, address, count
+from ..device.arrays import Array, address, count
 from ..device.backend import Backend
 from .host import HostTransport
 

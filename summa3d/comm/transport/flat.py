@@ -5,7 +5,20 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ..arrays import Array, cast, contiguous, copy_into, count, empty, is_contiguous, is_half, move_dim, overlap, sum_parts, widen
+from ..device.arrays import (
+    Array,
+    cast,
+    contiguous,
+    copy_into,
+    count,
+    empty,
+    is_contiguous,
+    is_half,
+    move_dim,
+    overlap,
+    sum_parts,
+    widen,
+)
 from .call import Carried, Counts, Members, Route
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from ...errors import ShapeError
-from ..arrays import Array, dtype_name, raw
+from ..device.arrays import Array, dtype_name, raw
 from .call import Counts, Requests
 from .flat import FlatTransport
 from .p2p import CODES, Arriving, exchange, pieces

@@ -13,7 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from ...errors import GridError
-from ..arrays import Array, address, count, dtype_name, is_half
+from ..device.arrays import Array, address, count, dtype_name, is_half
 from ..device.arrival import Arrival, Held
 from ..profile.timeline import Span, Timed, Timeline
 from .call import Counts, Requests

@@ -10,8 +10,8 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ..arrays import Array, contiguous, copy_into, count, detached, dtype_name, empty, is_contiguous, place_of, share
-from ..signatures import Signed, signed
+from ..device.arrays import Array, contiguous, copy_into, count, detached, dtype_name, empty, is_contiguous, place_of, share
+from ..health.signatures import Signed, signed
 from .call import ALL_REDUCE_LIMIT, Carried, Members, Route
 from .host import HostTransport
 from .node_buffer import NodeBuffer, Slot, lasting

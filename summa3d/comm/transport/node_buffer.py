@@ -19,10 +19,10 @@ import numpy as np
 from mpi4py import MPI
 
 from ...errors import Summa3dError
-from ..arrays import Array, empty, is_torch
-from ..failure import said
-from ..nodes import world_ranks
-from ..signatures import Signatures
+from ..device.arrays import Array, empty, is_torch
+from ..health.agreement import world_ranks
+from ..health.failure import said
+from ..health.signatures import Signatures
 from .call import Carried, of_freed
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 from .slot_collective import ALL, SlotCollective, Views, row_major
@@ -142,7 +142,7 @@ class NodeBuffer:
     released = False
 
     def __init__(self, comm: MPI.Intracomm, flags: Flags, grid: int = 1) -> None:
-        self.comm, self.size, self.index, self.flags = comm, comm.size, comm.rank, flags
+        self.size, self.index, self.flags = comm.size, comm.rank, flags
         self.signatures = Signatures(flags, comm.rank, partial(world_ranks, comm), f"{flags.label} of grid {grid}")
         self.begin()
 

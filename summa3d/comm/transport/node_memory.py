@@ -19,7 +19,7 @@ from mpi4py import MPI
 
 from ...errors import GridError
 from ...node_support import FUTEX, why_no_node_memory
-from ..arrays import address
+from ..device.arrays import address
 from .progress import IN_FLIGHT, Naps
 
 SLOTS = 2

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ..arrays import Array, address, count, dtype_name
+from ..device.arrays import Array, address, count, dtype_name
 from ..device.arrival import Held
 from ..device.backend import Backend
 from ..profile.timeline import Span, Timed, Timeline

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ...errors import ConfigError
-from ..arrays import Array, dtype_name, is_on_device
+from ..device.arrays import Array, dtype_name, is_on_device
 
 VARIABLE = "SUMMA3D_TRANSPORT"
 NAMES = ("auto", "mpi", "cuda-aware", "pinned", "nccl")

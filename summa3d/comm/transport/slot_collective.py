@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays import Array, copy_into, detached, empty, is_half, is_torch, overlap, quiet, sum_wide
+from ..device.arrays import Array, copy_into, detached, empty, is_half, is_torch, overlap, quiet, sum_wide
 from .call import ALL_REDUCE_LIMIT, Route
 from .node_memory import SLOTS
 from .select import NodeRule, staged_dtype

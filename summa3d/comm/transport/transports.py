@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from ...errors import GridError
-from ..arrays import Array, is_on_device
+from ..device.arrays import Array, is_on_device
 from . import probe
 from .call import MESSAGES, Carried, Members, Route, of_freed
 from .cuda_aware import CudaAwareTransport

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.arrays import Array
 from ...comm.axis import Axis
+from ...comm.device.arrays import Array
 from ...layout.layout import Layout
 from .executor import Executor
 from .plan import ProductPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.arrays import Array
+from ...comm.device.arrays import Array
 from ...layout.layout import Layout, split_range, split_sizes
 from ..local.blas import seed
 from .executor import Executor

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.arrays import Array
 from ...comm.axis import Axis
+from ...comm.device.arrays import Array
 from ...comm.pending import Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add

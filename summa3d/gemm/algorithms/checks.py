@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from ...comm.arrays import Array, dtype_name, overlap
-from ...comm.failure import agree_on_error
+from ...comm.device.arrays import Array, dtype_name, overlap
+from ...comm.health.agreement import agree_on_error
 from ...dtypes import DTYPES
 from ...errors import ShapeError
 

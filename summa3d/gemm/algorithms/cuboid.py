@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
 
-from ...comm.arrays import Array, place_of
 from ...comm.axis import Axis
 from ...comm.collective import Collective
+from ...comm.device.arrays import Array, place_of
 from ...comm.pending import Completed, Pending
 from ...comm.prepared import Prepared
 from ...comm.topology import grids_of
@@ -115,10 +115,10 @@ class Cuboid(Executor):
         self.ledger = grid.ledger
         self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
         coarse = Layout((plan.x,), (plan.y,), (plan.z,))
-        self.m, self.n, self.k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
-        self.a_whole = (self.m, self.k) if plan.form[0] == "n" else (self.k, self.m)
-        self.b_whole = (self.k, self.n) if plan.form[1] == "n" else (self.n, self.k)
-        a, b, c = self.a_whole, self.b_whole, (self.m, self.n)
+        self.m, self.n, k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
+        a = (self.m, k) if plan.form[0] == "n" else (k, self.m)
+        b = (k, self.n) if plan.form[1] == "n" else (self.n, k)
+        c = (self.m, self.n)
         wholes = {"a": (self.y, a, plan.a_fine), "b": (self.x, b, plan.b_fine), "c": (self.z, c, plan.c_fine)}
         self._moves = {name: Moves.of(*whole) for name, whole in wholes.items()}
         self._starts: dict[tuple[Any, ...], tuple[Collective, tuple[int, int] | None, bool]] = {}

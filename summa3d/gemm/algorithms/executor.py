@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ...blas_library import library
-from ...comm.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of, place_of
+from ...comm.device.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of, place_of
 from ...comm.grid import BaseGrid
 from ...errors import ShapeError
 from ..local.blas import accumulation_like

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...comm.arrays import Array
+from ...comm.device.arrays import Array
 from ...comm.prepared import Prepared
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import seed

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...comm.arrays import Array, is_contiguous, is_half, is_on_device
 from ...comm.axis import Axis
+from ...comm.device.arrays import Array, is_contiguous, is_half, is_on_device
 from ...comm.pending import Pending
 from ...comm.prepared import Prepared
 from ...layout.layout import split_range

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.arrays import Array, dtype_name
 from ...comm.axis import Axis
+from ...comm.device.arrays import Array, dtype_name
 from ...comm.prepared import Prepared
 from ...comm.topology import grids_of
 from ...errors import ShapeError

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
-from ...comm.arrays import Array
+from ...comm.device.arrays import Array
 from ...layout.layout import Layout
 from .summa import Summa, SummaPlan, normal
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from ...comm.arrays import Array, dtype_name, is_torch, library_of
+from ...comm.device.arrays import Array, dtype_name, is_torch, library_of
 from ...comm.grid import BaseGrid
 from ...layout.distribute import world_ranks
 from ...layout.redistribute import Piece, Placement, Redistribution

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
+from ...comm.device.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
 from ...comm.grid import BaseGrid
 from ..local import blas
 from ..local.blas import accumulation_like, adds_in_place

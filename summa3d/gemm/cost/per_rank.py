@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 from typing import Any
 
-from ...comm.arrays import share
+from ...comm.device.arrays import share
 from ...layout.layout import Coordinates, Layout, split_range, split_sizes
 from ...layout.redistribute import Placement, Redistribution
 from ..algorithms.agarwal import AgarwalPlan, broadcast_layout

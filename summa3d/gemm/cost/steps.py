@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import prod
 
-from ...comm.arrays import share
+from ...comm.device.arrays import share
 from ...dtypes import HALVES
 from ...layout.layout import Coordinates, Layout
 from ..local.blas import adds_in_place

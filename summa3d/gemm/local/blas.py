@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 
 from ...blas_library import BlasRule, gemm, library
-from ...comm.arrays import Array, dtype_name, is_half, is_torch, library_of, quiet
+from ...comm.device.arrays import Array, dtype_name, is_half, is_torch, library_of, quiet
 from ...dtypes import HALVES, LETTERS
 from .cublas import multiply_halves
 from .strides import by_rows, row_step

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...comm.arrays import Array, address, contiguous, dtype_name, is_torch, library_of
+from ...comm.device.arrays import Array, address, contiguous, dtype_name, is_torch, library_of
 from .strides import by_rows, row_step
 
 TURNS = {"n": "CUBLAS_OP_N", "t": "CUBLAS_OP_T"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...blas_library import BlasRule
-from ...comm.arrays import Array, cast, empty, is_half, is_torch, quiet, widen
+from ...comm.device.arrays import Array, cast, empty, is_half, is_torch, quiet, widen
 from .blas import accumulate
 from .tensors import multiplied
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...comm.arrays import Array, is_torch
+from ...comm.device.arrays import Array, is_torch
 
 OTHER_OP = {"n": "t", "t": "n"}
 

@@ -6,7 +6,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ...blas_library import BlasRule, at_addresses, follow_threads
-from ...comm.arrays import dtype_name
+from ...comm.device.arrays import dtype_name
 from .strides import by_rows, row_step
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...comm.arrays import dtype_name
+from ...comm.device.arrays import dtype_name
 from ...errors import DataError, ShapeError
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...blas_library import BlasRule
-from ...comm.failure import agree_on_error
 from ...comm.grid import BaseGrid, Place
+from ...comm.health.agreement import agree_on_error
 from ...dtypes import FLOATS
 from ...errors import CheckpointError
 from ...files import remove_files, rename_folder, replacing

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...comm.failure import agree_on_error
 from ...comm.grid import BaseGrid, Grid, Place
+from ...comm.health.agreement import agree_on_error
 from ...errors import CheckpointError, DataError, Summa3dError
 from ...files import bytes_of, from_json, read_json, replace_text, replacing
 from ...layout.layout import Layout, Sharding

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...comm.arrays import dtype_name
+from ...comm.device.arrays import dtype_name
 from ...dtypes import DTYPES
 
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}

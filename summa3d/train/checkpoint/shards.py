@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
-from ...comm.arrays import dtype_name
+from ...comm.device.arrays import dtype_name
 from ...errors import CheckpointError
 from ...files import check_no_link
 from .open_files import OpenFiles, header

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...comm.failure import check_agreement
+from ...comm.health.agreement import check_agreement
 from ...errors import CheckpointError
 from ..on_root import on_root
 from . import shards

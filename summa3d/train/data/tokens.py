@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...comm.failure import agree_on_error
+from ...comm.health.agreement import agree_on_error
 from ...errors import DataError
 from ...files import read_json, remove_files, rename_folder
 from ..checkpoint.shards import checksum

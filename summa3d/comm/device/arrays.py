@@ -16,8 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ..dtypes import HALVES
-from ..errors import ConfigError
+from ...dtypes import HALVES
+from ...errors import ConfigError
 
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""

@@ -12,9 +12,10 @@ from functools import cache, lru_cache
 from typing import NamedTuple
 from weakref import WeakSet
 
-from ..errors import AgreementError, Summa3dError
-from .failure import is_alone, who_passed_what
-from .transport.node_memory import DISPUTED, KEPT, TEXT, Flags
+from ...errors import AgreementError, Summa3dError
+from ..transport.node_memory import DISPUTED, KEPT, TEXT, Flags
+from .agreement import who_passed_what
+from .failure import is_alone
 
 NUMBER_BITS = 16
 """Low bits of a signature, of the call's number; above them is a hash of its text."""

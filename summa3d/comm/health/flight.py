@@ -39,7 +39,7 @@ from .flight_files import (
 from .flight_files import keep_in as _keep_in
 
 if TYPE_CHECKING:
-    from ..arrays import Array
+    from ..device.arrays import Array
 
 KEPT = 256
 """Communications that a rank's file holds."""

@@ -20,17 +20,8 @@ from typing import NamedTuple, NoReturn
 
 from mpi4py import MPI
 
-from .failure import (
-    TIME_TO_BE_HEARD,
-    WAIT_FOR_THE_END,
-    abort,
-    has_peers,
-    prepare_for_failure,
-    save_flight,
-    where,
-    who,
-)
-from .profile import flight, processes
+from . import flight, processes
+from .failure import TIME_TO_BE_HEARD, WAIT_FOR_THE_END, abort, has_peers, prepare_for_failure, save_flight, where, who
 
 STDERR = 2
 """The file descriptor."""
