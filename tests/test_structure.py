@@ -123,18 +123,6 @@ def test_retired_identifiers_do_not_return() -> None:
     assert {module: names for module, names in found.items() if names} == {}
 
 
-SHARED_NAMES = {
-    "Choice": "what a choice of grids returns, for a product in gemm/cost and for a model in nn: one meaning, two tables of it",
-    "Executor": "runs a plan: of a product in gemm/algorithms, of a pipeline's rank in parallel",
-}
-"""Class names that two modules may have, and why."""
-OPEN_NAMES = {
-    *("Bound", "CostOf", "Flight", "Gradients", "Key", "Message", "Op", "Part", "Place", "Rule", "Shared", "Span", "State"),
-    *("Stretch", "Timeline", "Work"),
-}
-"""Class names of comm, gemm, nn, autograd, parallel and dry that still stand in two modules: to be emptied."""
-
-
 def classes_in(tree: ast.Module) -> Iterator[str]:
     """Yield the names of a module's classes, and of its aliases of types: assigned names in capitals and small letters."""
     for node in ast.walk(tree):
@@ -151,9 +139,8 @@ def classes_in(tree: ast.Module) -> Iterator[str]:
 
 
 def test_a_class_name_has_one_meaning() -> None:
-    assert len(SHARED_NAMES) <= 5
     counts = Counter(name for file in sources().values() for name in {*classes_in(ast.parse(file.read_text(encoding="utf-8")))})
-    assert {name for name, count in counts.items() if count > 1} - {*SHARED_NAMES, *OPEN_NAMES} == set()
+    assert {name for name, count in counts.items() if count > 1} == set()
 
 
 MODELS = "a torch module: what stages of a pipeline, generation and recomputation ask of a model"

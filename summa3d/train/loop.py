@@ -362,9 +362,8 @@ def _draw(run: Run, progress: Progress) -> str | None:
         with replacing(path) as new:
             draw_loss([run.folder], [new])
     except ImportError as error:
-        progress.say(
-            f"{path.name} was not drawn: {error}. Install summa3d[plot]; {run.folder / 'metrics.jsonl'} holds the numbers."
-        )
+        numbers = run.folder / "metrics.jsonl"
+        progress.say(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {numbers} holds the numbers.")
         return None
     return os.fspath(path)
 

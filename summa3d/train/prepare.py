@@ -47,6 +47,9 @@ class Votes(NamedTuple):
     asked: int
 
 
+NO_VOTES = Votes(0, 0)
+
+
 @dataclass
 class Run:
     """A training run: its folder and grid, and its model and optimizer after `done` steps on this rank's device.
@@ -67,7 +70,7 @@ class Run:
     done: int = 0
     device: torch.device = HOST
     writer: Writer | None = None
-    votes: Votes = Votes(0, 0)
+    votes: Votes = NO_VOTES
 
     @property
     def checkpoints(self) -> Path:

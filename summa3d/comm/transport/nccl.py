@@ -34,7 +34,7 @@ DATATYPES = {
 OPERATIONS = {"sum": "NCCL_SUM", "max": "NCCL_MAX", "min": "NCCL_MIN"}
 
 
-class Message(Timed):
+class NcclMessage(Timed):
     """A posted send or receive. It is queued with the next call on the communicator, or by its `wait`."""
 
     def __init__(self, transport: NcclTransport, array: Array, peer: int, sends: bool) -> None:
@@ -71,7 +71,7 @@ class NcclTransport(HostTransport):
         self.communicator = _joined(self.nccl, comm)
         self.stream = self.backend.stream()
         self.held = Held()
-        self.messages: list[Message] = []
+        self.messages: list[NcclMessage] = []
 
     def all_gather(self, comm: MPI.Comm, block: Array, out: Array, counts: Sequence[int], blocking: bool) -> Requests:
         """As HostTransport's; unequal blocks travel as one group of broadcasts."""
@@ -184,7 +184,7 @@ class NcclTransport(HostTransport):
 
     def _posted(self, array: Array, peer: int, sends: bool) -> Requests:
         self._kind(array)
-        message = Message(self, array, peer, sends)
+        message = NcclMessage(self, array, peer, sends)
         self.messages.append(message)
         return [message]
 

@@ -63,10 +63,10 @@ def gradients(
     return Volume(grid_shape, lambda at: replace(cost_of(at), workspace=0))
 
 
-CostOf = Callable[[Coordinates], Cost]
+GradientCost = Callable[[Coordinates], Cost]
 
 
-def _gathered(plan: CuboidPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> CostOf:
+def _gathered(plan: CuboidPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> GradientCost:
     def cost_of(at: Coordinates) -> Cost:
         a, b, _ = plan_steps(plan, grid_shape, at)
         total = gather(plan.c_layout, plan.c_shape, plan.z, grid_shape, at)
@@ -81,7 +81,7 @@ def _gathered(plan: CuboidPlan, grid_shape: GridShape, regather: bool, need_a: b
     return cost_of
 
 
-def _all_reduced(plan: OnedPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> CostOf:
+def _all_reduced(plan: OnedPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> GradientCost:
     wanted = zip(plan.stored, GRADIENTS[plan.form], (need_a, need_b), strict=False)
     summed = [operand for operand, gradient, needed in wanted if needed and gradient.inner == plan.split_dim]
 
@@ -92,13 +92,13 @@ def _all_reduced(plan: OnedPlan, grid_shape: GridShape, regather: bool, need_a: 
     return cost_of
 
 
-def _as_products(plan: ProductPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> CostOf:
+def _as_products(plan: ProductPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> GradientCost:
     wanted = zip(gradient_plans(plan), (need_a, need_b), strict=True)
     volumes = [of_plan(found, grid_shape) for found, needed in wanted if needed]
     return lambda at: sum((volume.cost_of(at) for volume in volumes), Cost(0, 0))
 
 
-COSTS: dict[Gradients, Callable[[Any, GridShape, bool, bool, bool], CostOf]] = {
+COSTS: dict[Gradients, Callable[[Any, GridShape, bool, bool, bool], GradientCost]] = {
     Gradients.GATHERED: _gathered,
     Gradients.ALL_REDUCED: _all_reduced,
     Gradients.PRODUCTS: _as_products,
