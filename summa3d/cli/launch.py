@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +22,10 @@ from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_run
 from .main import COMMANDS, parser_of, unknown_command
 
 SCRIPT = "summa3d.launch.script"
+SAVES = "train"
+"""The command that saves when it is asked to end."""
+HOLD = ("env", "--block-signal=TERM")
+"""Starts a program with SIGTERM blocked: what comes before Python can block it itself waits until the run hears it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,12 +69,18 @@ def mpi_command(
     return command, {**environ, **settings}, f"{account}, {words}" if words else account
 
 
+def _words(args: argparse.Namespace) -> list[str]:
+    """The words of the ranks' command."""
+    words: list[str] = args.arguments
+    return words[1:] if words[:1] == ["--"] else words
+
+
 def program(args: argparse.Namespace) -> list[str]:
     """The arguments of every rank's Python: a command of summa3d, or a script or module as `python -m mpi4py` runs it.
 
     Raises LaunchError for a word that is neither a command nor a file.
     """
-    words = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    words = _words(args)
     if args.ranks < 1 or not (words or args.module):
         raise LaunchError(
             f"launch needs at least one rank and a command; got -n {args.ranks} and {' '.join(words) or 'no command'}.\n"
@@ -84,9 +95,19 @@ def program(args: argparse.Namespace) -> list[str]:
     return module(SCRIPT, *words)
 
 
+def holding(command: list[str]) -> list[str]:
+    """Return a launcher's command whose ranks hold SIGTERM back from their start on, where this system's env can block it."""
+    try:
+        blocks = subprocess.run([*HOLD, "true"], capture_output=True).returncode == 0
+    except OSError:
+        blocks = False
+    rank = command.index(sys.executable)
+    return [*command[:rank], *HOLD, *command[rank:]] if blocks else command
+
+
 def check_words(args: argparse.Namespace) -> None:
     """Exit as a command of summa3d would where its words cannot be parsed, and after its help, before any rank starts."""
-    words = args.arguments[1:] if args.arguments[:1] == ["--"] else args.arguments
+    words = _words(args)
     if args.module or words[0] not in COMMANDS:
         return
     import mpi4py
@@ -104,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     arguments, runtime = program(args), loaded_runtime()
     check_words(args)
     command, environment, account = mpi_command(args.ranks, arguments, runtime=runtime)
+    if not args.module and _words(args)[0] == SAVES:
+        command = holding(command)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
     print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
     if runtime.vendor == "mpich" and args.emulate is None:

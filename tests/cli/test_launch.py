@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import jobs
 import pytest
 
+from summa3d.cli import launch
 from summa3d.cli import main as entry
 from summa3d.comm.health.processes import launched_as
 from summa3d.errors import LaunchError
@@ -313,3 +315,25 @@ def test_nothing_is_imported_from_the_current_folder_but_by_ones_own_script(tmp_
         )
         assert done.returncode == 0 and said in done.stdout, (words, done)
     assert not (tmp_path / "ran").exists(), (tmp_path / "ran").read_text()
+
+
+SHOWS_BLOCKED = "import re; print(re.search('SigBlk:.(.*)', open('/proc/self/status').read())[1])"
+
+
+def test_ranks_of_train_hold_sigterm_back_from_before_python_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher passes it on at once: a rank that had not blocked it yet died, and the run was not started again."""
+    commands = []
+    monkeypatch.setattr(launch, "follow", lambda command, environment: commands.append(command) or 0)
+    for words in (["train", "demo"], ["--", "train", "demo"], ["gemm", "--m", "8", "--n", "8", "--k", "8"], ["doctor"]):
+        entry.main(["launch", "-n", "2", *words])
+    rank = [command[command.index("2") + 1 :][: len(launch.HOLD) + 1] for command in commands]
+    assert rank[:2] == [[*launch.HOLD, sys.executable]] * 2 and [words[0] for words in rank[2:]] == [sys.executable] * 2
+    held = subprocess.run([*rank[0], "-c", SHOWS_BLOCKED], capture_output=True, text=True, timeout=60).stdout
+    assert int(held, 16) & 1 << (signal.SIGTERM - 1)
+
+
+def test_where_env_cannot_block_signals_ranks_start_without_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program(tmp_path / "env", "").write_text("#!/bin/sh\nexit 125\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    command = ["mpiexec", "-n", "2", sys.executable, "-m", "summa3d"]
+    assert launch.holding(command) == command
