@@ -72,7 +72,7 @@ class Slot(Carried):
     def wait(self, member: int) -> None:
         """Return once `member` has posted."""
         if member != self.buffer.index:
-            self.buffer.flags.wait(self.buffer.flag(POSTED, member, self.place), self.number)
+            self.buffer.flags.wait(self.buffer.posted[member][self.place], self.number)
             self.buffer.signatures.compare_with(member, self.call)
 
     def wait_for_all(self) -> None:
@@ -151,12 +151,13 @@ class NodeBuffer:
         self.number = 0
         self.memories: list[mmap.mmap | None] = [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
-        self.flats: list[dict[Any, Array]] = [{} for _ in range(SLOTS)]
+        self._flats: list[dict[Any, Array]] = [{} for _ in range(SLOTS)]
         self.grown: WeakSet[SlotCollective] = WeakSet()
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
         members = [member for member in range(self.size) if member != self.index]
         self.own = [[self.flag(kind, self.index, place) for place in range(SLOTS)] for kind in range(FLAGS)]
+        self.posted = [[self.flag(POSTED, member, place) for place in range(SLOTS)] for member in range(self.size)]
         self.others = [
             [[self.flag(kind, member, place) for member in members[::-1]] for place in range(SLOTS)] for kind in range(FLAGS)
         ]
@@ -203,7 +204,7 @@ class NodeBuffer:
                 self.signatures.wake()
                 self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
                 self.memories[place] = None
-                self.flats[place].clear()
+                self._flats[place].clear()
                 for collective in self.grown:
                     collective.forget(place)
                 memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
@@ -219,9 +220,9 @@ class NodeBuffer:
 
     def flat(self, place: int, memory: mmap.mmap, like: Array) -> Array:
         """All of a slot's memory as one array of `like`'s kind and dtype, made once."""
-        array = self.flats[place].get(like.dtype)
+        array = self._flats[place].get(like.dtype)
         if array is None:
-            array = self.flats[place][like.dtype] = flat_array(memory, like)
+            array = self._flats[place][like.dtype] = flat_array(memory, like)
         return array
 
     def _larger(self, nbytes: int) -> mmap.mmap | None:

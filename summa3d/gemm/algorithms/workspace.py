@@ -24,11 +24,16 @@ class Workspace:
     def __init__(self, grid: BaseGrid) -> None:
         self.ledger, self._grid = grid.ledger, grid
         self._buffers: dict[str, Array] = {}
+        self._views: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}  # of numpy's buffers, in the shapes that come
         self.nbytes = 0
         """Bytes of all buffers."""
 
     def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
         """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity` elements, its maximum, are allocated."""
+        key = name, tuple(shape)
+        view = self._views.get(key)
+        if view is not None and view.dtype == like.dtype and type(like) is np.ndarray:
+            return view
         held, count = self._buffers.get(name), prod(shape)
         if held is None or held.dtype != like.dtype or len(held) < count or not is_like(held, like):
             if held is not None:
@@ -36,7 +41,11 @@ class Workspace:
             del held
             held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like))
             self.nbytes += held.nbytes
-        return held[:count].reshape(tuple(shape))
+            self._views = {kept: other for kept, other in self._views.items() if kept[0] != name}
+        view = held[:count].reshape(tuple(shape))
+        if type(view) is np.ndarray:
+            self._views[key] = view
+        return view
 
     def widened(self, name: str, array: Array, capacity: int | None = None) -> Array:
         """`array` as products take it: itself, or for 16-bit floats on the host a copy in float32 in workspace `name`."""
