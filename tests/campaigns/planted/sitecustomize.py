@@ -28,10 +28,10 @@ STAGES = {
         *(f"summa3d.train.prepare:{name}" for name in ("open_grid", "build_model", "open_pipeline")),
         "summa3d.train.data.tokens:prepare",
     ),
-    "forward": ("summa3d.parallel.executor:Executor._forward",),
-    "backward": ("summa3d.parallel.executor:Executor._backward",),
+    "forward": ("summa3d.parallel.executor:PipelineExecutor._forward",),
+    "backward": ("summa3d.parallel.executor:PipelineExecutor._backward",),
     "optimizer": ("summa3d.train.loop:norm_and_votes", "summa3d.train.optimizer:AdamW.step"),
-    "evaluation": ("summa3d.parallel.executor:Executor._forward",),
+    "evaluation": ("summa3d.parallel.executor:PipelineExecutor._forward",),
     "copy": ("summa3d.train.checkpoint.writer:Writer._copy",),
     "write": ("summa3d.train.checkpoint.safetensors:_on_host",),  # a tensor of a rank's file, in its thread
     "publish": (
@@ -106,7 +106,7 @@ class Fault:
 
     def desynchronise(self, name: str, function: Callable[..., Any], axis: Any, *arguments: Any, **options: Any) -> Any:
         """A collective of an axis: with the fault, one more before it, or none."""
-        from summa3d.comm.axis import alone
+        from summa3d.comm.collective import alone
 
         extra = self.plan.get("variant") == "extra"
         if self.desynchronised and axis.size > 1 and (extra or name == "all_reduce"):
