@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from ..errors import ShapeError
@@ -22,7 +21,6 @@ from .profile.ledger import Ledger
 from .transport.call import Route
 from .transport.transports import Freed, Transports
 
-NOTHING = np.empty(0)
 OPTIONS: dict[str, dict[str, Any]] = {
     "all_gather": {"dim": 0, "sizes": None, "view": False},
     "reduce_scatter": {"dim": 0, "sizes": None},

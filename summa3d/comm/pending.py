@@ -62,7 +62,10 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once; never waits. What is sent may then be overwritten."""
+        """Whether what is sent may be overwritten, and MPI or the device has finished; never waits.
+
+        In a node's memory that is so at once: what is sent was copied, and `wait` may still wait for the other members.
+        """
         return self._carried is None or self._carried.is_complete
 
     def wait(self) -> Array:
@@ -103,7 +106,7 @@ class Shown(Pending):
 
 
 class Completed(Pending):
-    """A completed communication over an axis of one member: nothing was sent."""
+    """A communication that is complete: over an axis of one member, or by a blocking call."""
 
     def __init__(self, result: Array) -> None:
         self._carried, self._result = None, result

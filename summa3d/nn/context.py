@@ -93,14 +93,14 @@ class Context:
         one that the job lacks, has the index 0 alone. Moves nothing. Raises LayoutError for an inner axis, or a missing index.
         """
         for axis, of_axis in at.items():
-            size = self.job.shape.get(axis, 1)
+            size = self.whole.shape.get(axis, 1)
             if axis not in OUTER or not of_axis or not all(0 <= index < size for index in of_axis):
                 raise LayoutError(
                     f"Parameters cannot be held at {axis}={tuple(of_axis)}: axis {axis} has the indices 0 to {size - 1}, and "
                     f"parameters are held at indices of {', '.join(OUTER)}."
                 )
         indices = {**dict(self.at), **{axis: tuple(sorted(set(of_axis))) for axis, of_axis in at.items()}}
-        return replace(self, at=tuple((axis, indices[axis]) for axis in indices if self.job.shape.get(axis, 1) > 1))
+        return replace(self, at=tuple((axis, indices[axis]) for axis in indices if self.whole.shape.get(axis, 1) > 1))
 
     def on_layer(self, layer: int) -> Context:
         """Return the context of the stage that has this layer."""
@@ -113,7 +113,7 @@ class Context:
         return self.on(pp=[self.stages.homes[end] for end, wanted in ((0, first), (-1, last)) if wanted])
 
     @property
-    def job(self) -> BaseGrid:
+    def whole(self) -> BaseGrid:
         """The grid of the whole job: the inner grid, times the replicas (dp) and the pipeline stages (pp)."""
         return self.grid.whole
 
@@ -149,13 +149,13 @@ class Context:
         """
         if not self.sharded:
             return stored
-        return all_gather(stored, self.job[self.sharded], 0, self._shard_sizes(layout, shape))
+        return all_gather(stored, self.whole[self.sharded], 0, self._shard_sizes(layout, shape))
 
     def _shard_sizes(self, layout: Layout, shape: tuple[int, ...]) -> list[int]:
         """The rows of each replica's shard of this rank's block."""
         sizes = [layout.local_shape(shape, self.grid.shape, self.grid.coordinates)[0]]
         for axis in self.sharded:
-            sizes = [part for size in sizes for part in split_sizes(size, self.job.shape[axis])]
+            sizes = [part for size in sizes for part in split_sizes(size, self.whole.shape[axis])]
         return sizes
 
     def vector_rows(self, layout: Layout) -> Axis:
@@ -190,7 +190,7 @@ class Context:
         if not self.sharded:
             return bound
         stored, shape = (plan.b_layout.transposed(), plan.b_shape[::-1]) if transposed else (plan.b_layout, plan.b_shape)
-        return ShardedProduct(bound, self.job[self.sharded], self._shard_sizes(stored, shape), transposed, source)
+        return ShardedProduct(bound, self.whole[self.sharded], self._shard_sizes(stored, shape), transposed, source)
 
     def prefetch_source(
         self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf, isfinite, isnan
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from zlib import crc32
 
 import numpy as np
@@ -17,9 +17,6 @@ from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.health.agreement import check_agreement, who_passed_what
 from ..errors import AgreementError, ConfigError, Summa3dError
 from .copies import fingerprint, first_holders, grid_of
-
-if TYPE_CHECKING:
-    from ..comm.grid import BaseGrid
 
 NORMS = (1.0, 2.0, inf)
 TINY = 1e-6

@@ -60,8 +60,8 @@ def new_parameter(
     if not getattr(dtype, "is_floating_point", False):
         raise ConfigError(f"A parameter has one of torch's floating-point dtypes; it was given {dtype!r}.")
     sharding = Sharding(layout.held_at(dict(context.at)), shape)
-    parameter = ShardedParameter(torch.full(sharding.local_shape(context.job), torch.nan, dtype=dtype))
-    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, context.job, decay, initial
+    parameter = ShardedParameter(torch.full(sharding.local_shape(context.whole), torch.nan, dtype=dtype))
+    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, context.whole, decay, initial
     return parameter
 
 
@@ -74,7 +74,7 @@ def initialise(module: nn.Module, scheme: Context, seed: int) -> None:
         if isinstance(parameter, ShardedParameter):
             kind, value = parameter.initial
             if kind == "normal":
-                slices = parameter.sharding.slices(scheme.job)
+                slices = parameter.sharding.slices(scheme.whole)
                 normal_(parameter.data, key(seed, name), parameter.sharding.shape, slices, value)
             else:
                 parameter.data.fill_(value)

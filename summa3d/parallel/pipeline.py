@@ -46,7 +46,7 @@ def stages_in(model: Body) -> Stages:
 def held_stages(model: Body) -> list[Stage]:
     """The stages of a model that this rank holds, one a chunk."""
     stages = stages_in(model)
-    rank, ends = model.context.job.coordinates.get("pp", 0), len(stages.homes) - 1
+    rank, ends = model.context.whole.coordinates.get("pp", 0), len(stages.homes) - 1
     own = [stage for stage, home in enumerate(stages.homes) if home == rank]
     return [Stage(model, chunk, *stages.extents[k], enters=k == 0, leaves=k == ends) for chunk, k in enumerate(own)]
 
@@ -96,7 +96,7 @@ class Pipeline:
         overlap: bool = True,
         scatter: bool = True,
     ) -> None:
-        context, job = model.context, model.context.job
+        context, job = model.context, model.context.whole
         self.stages = stages_in(model)
         self.model, self.name, self.homes, self.axis = model, schedule, self.stages.homes, None
         self.rows, self.dtype, self._device = rows, dtype, next(model.parameters()).device
@@ -133,7 +133,7 @@ class Pipeline:
             "overlap of the sums over replicas": self.overlap,
             "scatter of the stream": self.scatter,
         }
-        check_agreement(model.context.job.comm, "the pipeline", facts)
+        check_agreement(model.context.whole.comm, "the pipeline", facts)
         if self.replicas is not None:
             self.replicas.check()
 
@@ -198,7 +198,7 @@ class Pipeline:
 
 def _open_axes(context: Context) -> list[Axis]:
     """Make and return the axes over which layers and gradient norm communicate, else made at first use; collective."""
-    scheme, grid, job, lookup = context.scheme, context.grid, context.job, context.scheme.lookup
+    scheme, grid, job, lookup = context.scheme, context.grid, context.whole, context.scheme.lookup
     layouts = (scheme.residual, scheme.after_linear(scheme.residual), scheme.pooled, scheme.after_linear(scheme.pooled))
     planes = [grid[axes] for axes in (lookup.gathered, lookup.part, lookup.copies)]
     planes += [of(layout) for layout in (*layouts, Layout(scheme.residual.dims[1])) for of in (context.rows, context.columns)]

@@ -145,7 +145,7 @@ def prepare(
 
 def open_pipeline(config: Config, model: Model, states: Sequence[ParameterState]) -> tuple[Replicas, Pipeline]:
     """The replicas and the pipeline of a run's model, the same on all ranks; then the grid is sealed. Collective."""
-    grid, how = model.context.job, config.pipeline
+    grid, how = model.context.whole, config.pipeline
     replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
     dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
     pipeline = Pipeline(model, how.schedule, config.rows, dtype, replicas, overlap, how.scatter)
@@ -201,7 +201,7 @@ def build_model(config: Config, context: Context, device: torch.device = HOST) -
 
 def with_zero(context: Context, config: Config) -> Context:
     """The context of a training run, whose layers gather their weights from the replicas where those share them (zero 3)."""
-    return replace(context, sharded=replica_axes(context.job.shape)) if config.replicas.zero == 3 else context
+    return replace(context, sharded=replica_axes(context.whole.shape)) if config.replicas.zero == 3 else context
 
 
 def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) -> tuple[Grid, Context]:

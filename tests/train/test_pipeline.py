@@ -127,9 +127,9 @@ def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm
     assert summary["grid"]["pp"] == 2 and summary["sample"].startswith("def ")
     staged = train_small(comm, whole, resume=True, **{**keys, "train__steps": 4, "train__sample_tokens": 3, "train__keep": 0})
     model, plan, settings, tokenizer = generate.load(halves / "run", comm)
-    with plan.job.ledger.watch() as moved:
+    with plan.whole.ledger.watch() as moved:
         text = generate.sample(model, plan, settings.model, tokenizer, "def ", 3)
     assert text == summary["sample"] == staged["sample"]
     streams, logits = (4 + 5 + 6) * 24, 3 * 256  # one row of growing length; two of four stages receive on rank 1, one on rank 0
     assert moved.words == (2 * streams if comm.rank else streams + logits)
-    plan.job.free()
+    plan.whole.free()

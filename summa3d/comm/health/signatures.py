@@ -52,7 +52,7 @@ class Signatures:
     are compared by the member's next call that waits for all, or before its signature is overwritten, KEPT calls later.
 
     Members that differ all raise AgreementError, which says what each has called, as soon as they call or wait next; the axis is
-    broken then. So are two axes whose members wait for each other, one in each (`_crossed`).
+    broken then. So are two axes whose members wait for each other, one in each (`_look_for_a_crossing`).
 
     ranks : the members' in the job. name : the axis, with its grid.
     """

@@ -28,7 +28,7 @@ class Linear(nn.Module):
     Parameters
     ----------
     k, n : the global numbers of input and output features
-    scheme : how tensors are split over the grid
+    scheme : how tensors are split over the grid: what `nn.scheme` returns
     layout : the layout of X, or its text; default the residual stream's. Y has `output_layout`; pass it to the next layer.
     bias : whether to add b
     std : the deviation of W's first values

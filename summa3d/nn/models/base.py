@@ -175,7 +175,7 @@ class Body(nn.Module, ABC):
         """
         if count is not None and not (hasattr(count, "__float__") and -(2**63) <= count < 2**63):
             raise ConfigError(f"A loss is divided by the number of counted labels; `count` is {count!r}.")
-        shape = self.context.job.shape
+        shape = self.context.whole.shape
         replicas = {axis: shape[axis] for axis in replica_axes(shape)}
         if count is None and replicas:
             raise ConfigError(
