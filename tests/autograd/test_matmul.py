@@ -10,6 +10,7 @@ from gradients import close, operands
 
 from summa3d.autograd import all_gather, matmul, product, reduce_scatter, sum_gradient
 from summa3d.autograd.differentiable import ShardedProduct
+from summa3d.comm.collective import Collective
 from summa3d.errors import AgreementError
 from summa3d.gemm import CuboidPlan, volume
 from summa3d.layout import Layout, distribute, split_sizes
@@ -70,18 +71,19 @@ def test_the_scatter_of_da_is_in_flight_while_db_is_computed(make_grid, monkeypa
     plan = CuboidPlan("nn", M, N, K)
     a, b, _, dc = operands(plan)
     events = []
-    start = type(grid["y"]).start_reduce_scatter
+    start = Collective.start
 
-    def started(axis, *args, **kwargs):
-        pending = start(axis, *args, **kwargs)
-        events.append(f"start {axis.label}")
-        wait = pending.wait
-        pending.wait = lambda: (events.append(f"wait {axis.label}"), wait())[1]
+    def started(collective, *args):
+        pending, label = start(collective, *args), collective.calls.label
+        if collective.route.operation == "reduce_scatter":
+            events.append(f"start {label}")
+            wait = pending.wait
+            pending.wait = lambda: (events.append(f"wait {label}"), wait())[1]
         return pending
 
     module = import_module("summa3d.autograd.differentiable")
     local_product = module.local
-    monkeypatch.setattr(type(grid["y"]), "start_reduce_scatter", started)
+    monkeypatch.setattr(Collective, "start", started)
     monkeypatch.setattr(module, "local", lambda *args: (events.append("product"), local_product(*args))[1])
     local_a = distribute(a.detach(), grid, plan.a_layout).requires_grad_()
     local_b = distribute(b.detach(), grid, plan.b_layout).requires_grad_()

@@ -180,7 +180,7 @@ def test_a_model_trained_here_is_exported_to_the_logits_it_has(comm: Any, shared
         tokens = torch.arange(9).view(1, 9) * 17
         with torch.no_grad():
             assert (model(tokens).logits[:, -1] - ours.eval().next_logits(tokens)).abs().max() < 1e-5
-        assert smallest_batch(plan, settings.model) == 1
+        assert smallest_batch(plan.scheme, settings.model) == 1
     comm.Barrier()
 
 
