@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 from ...blas_library import library
@@ -56,7 +57,7 @@ class Executor(ABC):
             if dtype_name(a).startswith("int"):
                 alpha, beta = int(alpha), int(beta)
         a, b = contiguous(a), contiguous(b)
-        multiply_into = self.multiply_into if self.transposed is None else self.transposed.run
+        multiply_into = self._product() if self.transposed is None else self.transposed.run
         if out is None:
             out = empty(self.c_block, a)
         if out.dtype == like.dtype and (plain or is_contiguous(out)):
@@ -98,6 +99,10 @@ class Executor(ABC):
         """Raise ShapeError unless the block of an operand has the plan's shape."""
         if tuple(array.shape) != expected:
             raise ShapeError(f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank.")
+
+    def _product(self) -> Callable[[Array, Array, Array, Any, Any], None]:
+        """Return what `run` calls: `multiply_into`, or what that would call."""
+        return self.multiply_into
 
     def _accumulation_like(self, a: Array) -> Array:
         """An empty array, with memory of its own, of the dtype in which products of arrays like `a` are summed here."""

@@ -72,6 +72,10 @@ class Summa(Executor):
         """Run the loop over panels: broadcasts, and for nt and tn one reduction a panel."""
         self.loop(a, b, out, alpha, beta)
 
+    def _product(self) -> Loop:
+        """Return the loop."""
+        return self.loop
+
 
 Loop = Callable[[Array, Array, Array, Any, Any], None]
 
