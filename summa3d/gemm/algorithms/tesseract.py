@@ -8,7 +8,7 @@ from typing import Any
 
 from ...comm.device.arrays import Array
 from ...layout.layout import Layout
-from .summa import Summa, SummaPlan, normal
+from .summa import Loop, Summa, SummaPlan, normal
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Tesseract(Summa):
     def _prepare(self) -> None:
         super()._prepare()
         self.depth = self.grid[self.plan.d]
+
+    def _product(self) -> Loop:
+        """Return the loop, and the sum over depths where there is one."""
+        return self.multiply_into
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """SUMMA's loop on this depth; for tn an all-reduce of C along d follows."""
