@@ -42,7 +42,7 @@ def test_inside_a_job_of_replicas_and_stages_a_model_is_that_of_its_inner_grid(m
     axes = {"y": 2, "z": 2} if name == "cuboid-sequence" else {"x": 2, "y": 2} if name == "summa" else {"y": 4}
     job = make_grid(**axes, dp=1, pp=2, order=[axis for axis in order.split(",") if axis in (*axes, "dp", "pp")])
     on_grid = scheme(name, job)
-    assert on_grid.job is job and on_grid.grid.size == 4 and not {"dp", "pp"} & set(on_grid.grid.shape)
+    assert on_grid.whole is job and on_grid.grid.size == 4 and not {"dp", "pp"} & set(on_grid.grid.shape)
     check_against_plain_torch(FAMILIES[family], on_grid)
     assert not any("pp" in row.axis or "dp" in row.axis for row in job.ledger.rows())
 

@@ -68,7 +68,7 @@ def train(
 
     uses[replica] : whether that replica's rows use `sometimes`
     """
-    job, dp = on_grid.job, len(uses)
+    job, dp = on_grid.whole, len(uses)
     plain, on_grid = Whole(), replace(on_grid, sharded=("dp",)) if zero == 3 and dp > 1 else on_grid
     model = Split(on_grid, plain)
     states = states_of(model, job, zero, layers_in)
