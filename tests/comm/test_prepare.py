@@ -167,3 +167,16 @@ def test_a_freed_grid_refuses_what_was_prepared_before(comm, make_grid, node_mem
     for use in (gather.start, gather.run):
         with pytest.raises(GridError, match="axis x was freed with its grid"):
             use(np.ones(3))
+
+
+@pytest.mark.mpi(sizes=(3, 4))
+@pytest.mark.parametrize("size", [3, 1 << 18])
+def test_every_member_sums_in_the_order_of_the_members(comm, make_grid, size):
+    """The same bits on all: here another order gives another sum."""
+    axis = make_grid(x=comm.size, node_memory=True, check=False)["x"]
+    terms = [1e16, 1.0, -1e16, 1.0][: comm.size]
+    total = terms[0]
+    for term in terms[1:]:
+        total += term
+    collective = axis.prepare("all_reduce", np.empty(size), in_order=True)
+    assert np.array_equal(collective.run(np.full(size, terms[axis.index])), np.full(size, total))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from summa3d.bench.memory import peak_bytes
+from summa3d.comm.transport.node_memory import SLOTS
+from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes
 from summa3d.dry.record import Op, RepeatedSegment, Segment, TracedOp, held_in
 from summa3d.dry.step import DryStep, OpKey, Setting, run
@@ -97,3 +100,9 @@ def test_a_products_own_scratch_memory_is_left_out_of_a_measured_peak(dtype: tor
 
     result = 60 * 70 * dtype.itemsize
     assert peak_bytes(step, scratch=False) == result <= peak_bytes(step)
+
+
+def test_an_axis_of_a_dry_run_has_as_many_slots_as_a_real_one():
+    place, elements = DryPlace({"x": 2}, ranks_per_node=2), 1 << 18
+    place["x"].all_gather(np.zeros(elements))
+    assert place["x"].node_bytes == SLOTS * 2 * elements * 8 // 2 and place.node_bytes() == place["x"].node_bytes

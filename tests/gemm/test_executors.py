@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kinds import array
 
-from summa3d.gemm import CuboidPlan, DistMatrix, matmul
+from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.executors import Executors, executors_of
 
@@ -156,3 +156,18 @@ def calls_of(function):
     finally:
         sys.setprofile(None)
     return calls
+
+
+@pytest.mark.mpi(sizes=(2, 4))
+@pytest.mark.parametrize("node_memory", [True, False])
+def test_one_executor_multiplies_blocks_of_any_dtype_and_library_in_turn(comm, make_grid, node_memory):
+    """What it has prepared for one is not taken for the other."""
+    grid = grid_of(comm, make_grid, node_memory=node_memory, check=False)
+    plan = CuboidPlan("nn", 8, 12, 16)
+    executor = Cuboid(plan, grid)
+    for _ in range(2):
+        for dtype, kind in (("float64", "numpy"), ("float32", "numpy"), ("float64", "torch"), ("float32", "torch")):
+            (a, A), (b, B) = operands(grid, plan, dtype=dtype, kind=kind)
+            C = DistMatrix(executor.run(A.block, B.block), plan.c_layout, grid, plan.c_shape)
+            want = np.asarray(a, dtype="float64") @ np.asarray(b, dtype="float64")
+            assert np.linalg.norm(np.asarray(C.to_global(), dtype="float64") - want) <= 1e-5 * np.linalg.norm(want)
