@@ -62,7 +62,8 @@ def peak_bytes(step: Callable[[], object], device: torch.device | None = None, s
     scratch : on the host, whether what torch's products allocate and release themselves counts; it depends on the processor
 
     On the host the peak comes from the allocations and releases that torch's profiler records, which include buffers inside
-    kernels but no numpy arrays.
+    kernels but no numpy arrays. What was allocated before counts neither way: the profiler knows the sizes of few such releases,
+    and takes them from what an earlier profile saw at that address.
     """
     if device is not None and device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -72,21 +73,26 @@ def peak_bytes(step: Callable[[], object], device: torch.device | None = None, s
     gc.collect()  # so that only the step's own tensors are freed while it runs
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
+    sizes: dict[int, int] = {}
     held = peak = 0
-    for _, size in sorted(_allocations(recorded, scratch)):
-        held += size
-        peak = max(peak, held)
+    for _, size, address in sorted(_allocations(recorded, scratch)):
+        if size > 0:
+            sizes[address] = size
+            held += size
+            peak = max(peak, held)
+        else:
+            held -= sizes.pop(address, 0)
     return peak
 
 
-def _allocations(recorded: profile, scratch: bool) -> Iterator[tuple[int, int]]:
-    """The start time and signed size of every recorded allocation and release, but for products' own where not `scratch`."""
+def _allocations(recorded: profile, scratch: bool) -> Iterator[tuple[int, int, int]]:
+    """Start time, signed size and address of every recorded allocation and release, but for products' own where not `scratch`."""
     results = recorded.profiler.kineto_results if recorded.profiler is not None else None
     events: list[Any] = list(results.experimental_event_tree()) if results is not None else []
     while events:
         event = events.pop()
         if _allocates(event) and (scratch or not _is_scratch(event)):
-            yield event.start_time_ns, event.extra_fields.alloc_size
+            yield event.start_time_ns, event.extra_fields.alloc_size, event.extra_fields.ptr
         events += event.children
 
 

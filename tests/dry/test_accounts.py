@@ -102,6 +102,24 @@ def test_a_products_own_scratch_memory_is_left_out_of_a_measured_peak(dtype: tor
     assert peak_bytes(step, scratch=False) == result <= peak_bytes(step)
 
 
+def test_a_release_of_what_an_earlier_profile_saw_at_the_same_address_lowers_no_peak(monkeypatch):
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    large, held = 10_000_000, []
+    peak_bytes(lambda: held.append(torch.empty(large)))
+    seen = held.pop().data_ptr()
+    held.append(torch.empty(large))
+    assert held[0].data_ptr() == seen, "the allocator gives large blocks the address of the last one"
+
+    def step():
+        held.clear()
+        held.append(torch.empty(1000))
+        held.append(torch.empty(70))
+        del held[0]
+        held.append(torch.empty(300))
+
+    assert peak_bytes(step) == 4 * 1070
+
+
 def test_an_axis_of_a_dry_run_has_as_many_slots_as_a_real_one():
     place, elements = DryPlace({"x": 2}, ranks_per_node=2), 1 << 18
     place["x"].all_gather(np.zeros(elements))

@@ -27,7 +27,7 @@ WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not sp
 LONGEST_WAIT = 2.0
 STDERR = 2  # the file descriptor
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
-TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: Open MPI's drops what is under way at an abort
+TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: what is under way at an abort may be dropped
 
 
 def install_abort_hook() -> None:
@@ -146,6 +146,8 @@ def end_job(status: int, speaks: bool = True) -> None:
     if has_peers() and status != 0:
         if speaks and _may_speak():
             sys.stderr.write(f"{who()} exits with status {status}, and so the job ends\n")
+        sys.stderr.flush()
+        time.sleep(TIME_TO_BE_HEARD)
         abort(status)
 
 
