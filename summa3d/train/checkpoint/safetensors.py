@@ -7,7 +7,8 @@ import json
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ...comm.device.arrays import dtype_name
 from ...dtypes import DTYPES
+from .worker import Worker
 
 CODES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
 ITEM_BYTES = {name: DTYPES[name].nbytes for name in CODES.values()}
@@ -58,10 +60,10 @@ def write_tensors(path: Path, listed: Sequence[tuple[str, tuple[int, ...], str]]
     text += b" " * (-len(text) % ALIGNMENT)
     digest, hashed = hashlib.sha256(), deque[Future[None]]()
     path.unlink(missing_ok=True)  # a link would be followed
-    with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1, "hash") as thread:
+    with open(path, "xb", buffering=0) as file, Worker() as thread:
 
         def put(data: bytes | memoryview) -> None:
-            hashed.append(thread.submit(digest.update, data))
+            hashed.append(thread.submit(partial(digest.update, data)))
             while data:
                 data = data[file.write(data) :]
             wait(BEHIND)

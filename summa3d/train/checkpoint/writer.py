@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from ...errors import CheckpointError
 from ..on_root import on_root
 from . import shards
 from .folder import clean, index_of, publish, temporary
+from .worker import Worker
 
 if TYPE_CHECKING:
     from ...comm.grid import BaseGrid
@@ -71,7 +72,7 @@ class Writer:
         attempts: int = ATTEMPTS,
     ) -> None:
         self._folder, self._grid, self._config, self._say, self._attempts = folder, grid, config, say, attempts
-        self._pool = ThreadPoolExecutor(1, "checkpoint", _yield_to_others)
+        self._worker = Worker()
         self._saving: Saving | None = None
         self.copies: dict[str, torch.Tensor] = {}
         self.blocked = self.cpu = 0.0
@@ -144,7 +145,7 @@ class Writer:
 
     def __exit__(self, *exception: object) -> None:
         """Start no more work; a run that fails does not wait for its end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._worker.close(wait=False)
 
     def _copy(self, block: shards.TensorBlock) -> shards.TensorBlock:
         """A block whose tensor is a copy on the host."""
@@ -154,6 +155,7 @@ class Writer:
 
     def _start(self, saving: Saving, pause: float = 0.0) -> None:
         def timed() -> Any:
+            _yield_to_others()
             time.sleep(pause)
             began = time.thread_time()
             try:
@@ -161,7 +163,7 @@ class Writer:
             finally:
                 self.cpu += time.thread_time() - began
 
-        saving.work = self._pool.submit(timed)
+        saving.work = self._worker.submit(timed)
 
     def _publish(self, saving: Saving, entries: Sequence[dict[str, Any]]) -> None:
         index = index_of(saving.step, saving.blocks, entries, self._config, self._grid.job.blas, saving.loss_scale)
