@@ -34,7 +34,7 @@ from ..nn.schemes.registry import SCHEME_SPECS
 from ..nn.schemes.scheme import Scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
-from .series import times_of
+from .statistics import times_of
 from .traced import show, split
 
 if TYPE_CHECKING:

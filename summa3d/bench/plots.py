@@ -1,8 +1,11 @@
-"""Plots of benchmark results at the width of a paper's column. Whiskers reach from the fastest to the slowest round."""
+"""Plots of benchmark results at the width of a paper's column.
+
+Whiskers of times reach from the fastest to the slowest round, those of ratios over their interval (statistics.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from textwrap import wrap
@@ -10,7 +13,8 @@ from typing import Any
 
 from ..figures import BOTH_COLUMNS, CAPTION, COLOURS, COLUMN, draw, look
 from ..gemm.cost.mean import lower_bound
-from .series import ResultRow, Series, Spread, series_of
+from .series import ResultRow, Series, series_of
+from .statistics import Spread, named
 from .tables import (
     baselines,
     blas,
@@ -46,9 +50,10 @@ def write(result: Mapping[str, Any], paths: Sequence[Path]) -> None:
         draw(partial(DRAW[result["kind"]], result=result), paths)
 
 
-def timed(rows: Sequence[ResultRow]) -> str:
+def timed(rows: Sequence[ResultRow], ratios: Iterable[Spread | None] = ()) -> str:
     """What marks and whiskers are."""
-    return f"{rounds(rows)}, whiskers from the fastest to the slowest"
+    kinds = named(ratios)
+    return f"{rounds(rows)}, whiskers from the fastest to the slowest" + (f", of ratios their {kinds}" if kinds else "")
 
 
 def caption(figure: Any, *parts: str | None) -> None:
@@ -99,37 +104,61 @@ def whiskers(seconds: Sequence[Mapping[str, float]], scale: float = 1.0) -> list
 
 
 def scaling(figure: Any, result: Mapping[str, Any]) -> None:
-    """Draw speed-up, efficiency and words per rank against ranks, each on logarithmic axes, with the ideal of each."""
-    figure.set_size_inches(COLUMN, 5.2)
-    found, panels = series_of(result["rows"]), figure.subplots(3, 1, sharex=True)
+    """Draw time, speed-up, efficiency and words per rank against ranks, each on logarithmic axes, with the ideal of each."""
+    figure.set_size_inches(COLUMN, 6.6)
+    found, panels = series_of(result["rows"]), figure.subplots(4, 1, sharex=True)
     counts = sorted({row["ranks"] for row in result["rows"]})
     fewest = min(series.baseline["ranks"] for series in found)
+    foretold = result.get("prediction")
+    drawn: list[Spread | None] = []
     for number, series in enumerate(found):
-        ratios(panels[0], series, number, [series.speed_up(row) for row in series.rows])
-        ratios(panels[1], series, number, [series.efficiency(row) for row in series.rows])
+        ranks = [row["ranks"] for row in series.rows]
+        speed_ups = [series.speed_up(row) for row in series.rows]
+        times(panels[0], number, ranks, series.rows, foretold and foretold["band"])
+        ratios(panels[1], number, series.name, ranks, speed_ups)
+        ratios(panels[2], number, series.name, ranks, [series.efficiency(row) for row in series.rows])
         moving = [row for row in series.rows if row["words_per_rank"]]
-        panels[2].plot([row["ranks"] for row in moving], [row["words_per_rank"] for row in moving], **look(number))
-    panels[0].plot(counts, [count / fewest for count in counts], "--", color="0.5", label=IDEAL)
-    panels[1].plot(counts, [1] * len(counts), "--", color="0.5")
+        panels[3].plot([row["ranks"] for row in moving], [row["words_per_rank"] for row in moving], **look(number))
+        drawn += speed_ups
+    panels[1].plot(counts, [count / fewest for count in counts], "--", color="0.5", label=IDEAL)
+    panels[2].plot(counts, [1] * len(counts), "--", color="0.5")
     least = {row["ranks"]: lower_bound(row["m"], row["n"], row["k"], row["ranks"]) for row in result["rows"]}
     bounds = [least[count] or None for count in counts]
-    bound = panels[2].plot(counts, bounds, "--_", color="0.5", label="least if every operand is held once")
+    bound = panels[3].plot(counts, bounds, "--_", color="0.5", label="least if every operand is held once")
     speed = "speed-up" if result["kind"] == "strong" else "scaled speed-up"
-    for panel, name in zip(panels, (speed, "efficiency", "words received per rank"), strict=True):
+    for panel, name in zip(panels, ("seconds", speed, "efficiency", "words received per rank"), strict=True):
         panel.set(xscale="log", yscale="log", ylabel=name)
         panel.set_xticks(counts, [str(count) for count in counts])
         panel.xaxis.minorticks_off()
         shade_shared(panel, result["rows"], counts)
         plain(panel.yaxis)
-    panels[2].set_xlabel("ranks")
-    thousands(panels[2].yaxis)
-    panels[2].legend(handles=bound)
+    panels[3].set_xlabel("ranks")
+    thousands(panels[3].yaxis)
+    panels[3].legend(handles=bound)
     figure.align_ylabels()
-    handles, labels = panels[0].get_legend_handles_labels()
+    handles, labels = panels[1].get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda place: labels[place] in (IDEAL, SHARED))  # series first
     legend(figure, [handles[place] for place in order], [labels[place] for place in order])
-    remarks = (mixed_threads(result["rows"]), without_words(found))
-    caption(figure, scaling_title(result), baselines(found), *remarks, timed(result["rows"]), on_machines(result))
+    remarks = (forecast(foretold), mixed_threads(result["rows"]), without_words(found))
+    caption(figure, scaling_title(result), baselines(found), *remarks, timed(result["rows"], drawn), on_machines(result))
+
+
+def forecast(prediction: Mapping[str, Any] | None) -> str | None:
+    """What dotted lines are: times predicted for a cluster, with its band; None without predictions."""
+    return None if prediction is None else f"dotted: predicted for {prediction['cluster']} ±{prediction['band']:g} %"
+
+
+def times(panel: Any, number: int, x: Sequence[Any], rows: Sequence[ResultRow], band: float | None) -> None:
+    """Draw measured seconds, whiskers from the fastest to the slowest round, and predicted ones, dotted in their `band` (%)."""
+    style = look(number)
+    panel.errorbar(x, [row["seconds"]["median"] for row in rows], yerr=whiskers([row["seconds"] for row in rows]), **style)
+    foretold = [(at, row["predicted"]) for at, row in zip(x, rows, strict=True) if row.get("predicted") is not None]
+    if foretold and band is not None:
+        at, seconds = zip(*foretold, strict=True)
+        more = 1 + band / 100
+        panel.plot(at, seconds, ":", color=style["color"])
+        ends = [one / more for one in seconds], [one * more for one in seconds]
+        panel.fill_between(at, *ends, color=style["color"], alpha=0.12, lw=0)
 
 
 def legend(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: int = 4) -> None:
@@ -146,11 +175,11 @@ def without_words(found: Sequence[Series]) -> str | None:
     return f"points of 0 words are not drawn ({', '.join(silent)})" if silent else None
 
 
-def ratios(panel: Any, series: Series, number: int, values: Sequence[Spread | None]) -> None:
-    """Draw a ratio of each row of a series that has one, with whiskers from the slowest to the fastest round."""
-    known = [(row["ranks"], one) for row, one in zip(series.rows, values, strict=True) if one]
-    reach = [[one.middle - one.low for _, one in known], [one.high - one.middle for _, one in known]]
-    panel.errorbar([ranks for ranks, _ in known], [one.middle for _, one in known], yerr=reach, label=series.name, **look(number))
+def ratios(panel: Any, number: int, name: str, x: Sequence[Any], values: Sequence[Spread | None]) -> None:
+    """Draw the ratios that there are at their places, with whiskers over their intervals."""
+    there = [(at, value) for at, value in zip(x, values, strict=True) if value]
+    reach = [[value.middle - value.low for _, value in there], [value.high - value.middle for _, value in there]]
+    panel.errorbar([at for at, _ in there], [value.middle for _, value in there], yerr=reach, label=name, **look(number))
 
 
 def plain(axis: Any) -> None:

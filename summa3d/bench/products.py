@@ -31,7 +31,8 @@ from ..launch.runtime import on_all_cores
 from .capacity import peak_bytes, require, serial_bytes
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank
-from .series import same_problem, times_of
+from .series import same_problem
+from .statistics import times_of
 from .traced import show, split
 
 if TYPE_CHECKING:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isclose
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
+
+from .statistics import Spread, ratio, times_of
 
 ResultRow = Mapping[str, Any]
 CHOSEN, SERIAL = "chosen", "serial"
@@ -15,14 +16,6 @@ OPERANDS = ("form", "dtype", "device")
 PROBLEM = ("m", "n", "k", *OPERANDS)
 IDENTITY = (*PROBLEM, "ranks", "threads", "label", "chosen")
 """Rows that agree in these are measurements of one product, by one algorithm, on one grid, with as many threads."""
-
-
-class Spread(NamedTuple):
-    """A ratio of median times, and the ratios of the slowest and the fastest round's time."""
-
-    middle: float
-    low: float
-    high: float
 
 
 @dataclass(frozen=True)
@@ -48,22 +41,17 @@ class Series:
         """
         if on_host(row) and row["threads"] != self.baseline["threads"]:
             return None
-        ratio, seconds = row["gflops"] / self.baseline["gflops"], row["seconds"]
-        return Spread(ratio, *(ratio * seconds["median"] / seconds[end] for end in ("max", "min")))
+        return ratio(self.baseline["seconds"]["all"], row["seconds"]["all"]).times(work(row) / work(self.baseline))
 
     def efficiency(self, row: ResultRow) -> Spread | None:
         """Gflop/s per rank of a row ÷ those of the baseline; None where there is no speed-up."""
-        grown, ratios = row["ranks"] / self.baseline["ranks"], self.speed_up(row)
-        return ratios and Spread(*(ratio / grown for ratio in ratios))
+        speed_up = self.speed_up(row)
+        return speed_up and speed_up.times(self.baseline["ranks"] / row["ranks"])
 
 
-def times_of(seconds: Sequence[float]) -> dict[str, Any]:
-    """Minimum, median and maximum of `seconds`, and all of them.
-
-    >>> times_of([3.0, 1.0, 2.0])
-    {'min': 1.0, 'median': 2.0, 'max': 3.0, 'all': [3.0, 1.0, 2.0]}
-    """
-    return {"min": min(seconds), "median": median(seconds), "max": max(seconds), "all": seconds}
+def work(row: ResultRow) -> float:
+    """The products of numbers in a product, mnk."""
+    return float(row["m"] * row["n"] * row["k"])
 
 
 def in_ranks(count: int) -> str:
@@ -164,13 +152,13 @@ def _by(names: Sequence[str], rows: Sequence[ResultRow]) -> list[list[ResultRow]
 def _by_work(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """Groups of rows with the same work per rank and different sizes."""
 
-    def work(row: ResultRow) -> float:
-        return float(row["m"] * row["n"] * row["k"] / row["ranks"])
+    def of_rank(row: ResultRow) -> float:
+        return work(row) / float(row["ranks"])
 
     found: list[list[ResultRow]] = []
-    for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), work(row))):
+    for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), of_rank(row))):
         first = found[-1][0] if found else row
-        alike = all(row[name] == first[name] for name in OPERANDS) and work(row) <= SAME_WORK * work(first)
+        alike = all(row[name] == first[name] for name in OPERANDS) and of_rank(row) <= SAME_WORK * of_rank(first)
         if not found or not alike:
             found.append([])
         found[-1].append(row)

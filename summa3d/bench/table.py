@@ -21,13 +21,17 @@ LATEX = str.maketrans(
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its values, None where there is none, and how a value is shown; CSV holds the values themselves."""
+    """A column of a table: its values, None where there is none, and how a value is shown; CSV holds the values themselves.
+
+    csv_only, shown_only : whether it stands in CSV alone, or in all other formats alone
+    """
 
     name: str
     values: Sequence[Any]
     show: Callable[[Any], str] = str
     left: bool = False
     csv_only: bool = False
+    shown_only: bool = False
 
     @property
     def cells(self) -> list[str]:
@@ -77,8 +81,9 @@ class Table:
         """The values as CSV, with a line of names and without title and remarks."""
         out = io.StringIO()
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(column.name for column in self.filled)
-        writer.writerows(zip(*(column.values for column in self.filled), strict=True))
+        columns = [column for column in self.filled if not column.shown_only]
+        writer.writerow(column.name for column in columns)
+        writer.writerows(zip(*(column.values for column in columns), strict=True))
         return out.getvalue().rstrip("\n")
 
     def latex(self) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from .series import ResultRow, Series, Spread, in_ranks, on_host, place, series_of
+from .series import ResultRow, Series, in_ranks, on_host, place, series_of
+from .statistics import Spread, named
 from .table import Column, Table
 
 MEBI = 1 << 20
@@ -170,17 +171,24 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
         *times(rows),
         Column("predicted ms", in_ms(row.get("predicted") for row in rows), digits),
-        Column("speed-up", [middle(series.speed_up(row)) for series, row in pairs], digits),
-        Column("efficiency", [middle(series.efficiency(row)) for series, row in pairs], digits),
+        *of_ratios("speed-up", [series.speed_up(row) for series, row in pairs]),
+        Column("efficiency", [ratio and ratio.middle for ratio in (series.efficiency(row) for series, row in pairs)], digits),
         *moved(rows),
     ]
     title = f"{scaling_title(result)}; {baselines(found)}; {rounds(rows)}"
     return Table(title, columns, [*numpy_remarks(result), *filter(None, [mixed_threads(rows), shared_cores(result)])])
 
 
-def middle(ratio: Spread | None) -> float | None:
-    """The ratio of median times, where there is one."""
-    return ratio and ratio.middle
+def of_ratios(name: str, ratios: Sequence[Spread | None]) -> list[Column]:
+    """The columns of a ratio of median times: it, its interval or range for readers, and both ends for programs."""
+    return [
+        Column(name, [ratio and ratio.middle for ratio in ratios], digits),
+        Column(named(ratios) or "", [ratio and ratio.ends for ratio in ratios], shown_only=True),
+        *(
+            Column(f"{name}, {end}", [ratio and getattr(ratio, end) for ratio in ratios], csv_only=True)
+            for end in ("low", "high")
+        ),
+    ]
 
 
 def scaling_title(result: Mapping[str, Any]) -> str:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ..bench.plots import caption, legend, on_machines, plain, thousands, timed
+from ..bench.plots import caption, forecast, legend, on_machines, plain, ratios, thousands, timed, times
 from ..bench.results import alike, of_lines
 from ..bench.series import in_ranks
+from ..bench.statistics import Spread, ratio, times_of
 from ..bench.table import Column, Table
-from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, rounds
+from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, of_ratios, rounds
 from ..bench.traced import COMPUTE, OTHER
 from ..figures import COLOURS, COLUMN, look
 from ..plan.papers.paper import table_of as paper_of
@@ -32,22 +34,17 @@ class Curve:
     name: str
     lines: Sequence[SweepLine]
 
-    def speed(self, line: SweepLine) -> float:
-        """FLOP/s ÷ FLOP/s of the first point."""
-        return rate(line) / rate(self.lines[0])
-
-    def predicted(self, line: SweepLine) -> float | None:
-        """The same of predicted times."""
-        first, own = self.lines[0].get("predicted"), line.get("predicted")
-        return None if not first or not own else line["flops"] / own * first / self.lines[0]["flops"]
-
-    def efficiency(self, line: SweepLine) -> float:
-        """FLOP/s per rank ÷ those of the first point."""
-        return float(self.speed(line) * self.lines[0]["ranks"] / line["ranks"])
-
-    def times(self, line: SweepLine) -> float:
+    def times(self, line: SweepLine) -> Spread:
         """Time of the first point ÷ time of this one: the efficiency of weak scaling where the work per rank is equal."""
-        return float(self.lines[0]["seconds"]["median"] / line["seconds"]["median"])
+        return ratio(self.lines[0]["seconds"]["all"], line["seconds"]["all"])
+
+    def speed(self, line: SweepLine) -> Spread:
+        """FLOP/s ÷ FLOP/s of the first point."""
+        return self.times(line).times(line["flops"] / self.lines[0]["flops"])
+
+    def efficiency(self, line: SweepLine) -> Spread:
+        """FLOP/s per rank ÷ those of the first point."""
+        return self.speed(line).times(self.lines[0]["ranks"] / line["ranks"])
 
 
 def rate(line: SweepLine) -> float:
@@ -62,15 +59,33 @@ def results(lines: Sequence[SweepLine]) -> list[dict[str, Any]]:
     for line in sorted(lines, key=lambda line: int(line["ranks"])):
         named.setdefault((line["sweep"]["name"], line["what"]), []).append(line)
     for (_, what), own in named.items():
-        good = [line for line in own if "error" not in line]
+        good = pooled([line for line in own if "error" not in line])
         failed = [f"{line['id']} {line['label']}: {line['error'].splitlines()[0]}" for line in own if "error" in line]
         if what == "gemm" and good:
             rows = [{**line["row"], "machine": line["machine"], "predicted": line["predicted"]} for line in good]
-            found += [{**result, "failed": failed} for result in of_lines(rows)]
+            about = {"failed": failed, "prediction": prediction(good[0]["sweep"])}
+            found += [{**result, **about} for result in of_lines(rows)]
         else:
             machines = alike([line["machine"] for line in good])
             found.append({"kind": SWEEP, "rows": good, "failed": failed, "machines": machines})
     return found
+
+
+def prediction(about: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The cluster that a sweep's times were predicted for, and its band; None where they were not."""
+    return {"cluster": about["cluster"], "band": about["band"]} if about["cluster"] else None
+
+
+def pooled(lines: Sequence[SweepLine]) -> list[SweepLine]:
+    """The lines, the repeats of a point of blocks or steps as one line with all their rounds (of products, rows are joined)."""
+    groups: dict[str, list[SweepLine]] = {}
+    for line in lines:
+        content = line["id"] if line["what"] == "gemm" else json.dumps([line["ranks"], line["config"]], sort_keys=True)
+        groups.setdefault(content, []).append(line)
+    return [
+        {**group[0], "seconds": times_of([seconds for line in group for seconds in line["seconds"]["all"]])}
+        for group in groups.values()
+    ]
 
 
 def curves(lines: Iterable[SweepLine]) -> list[Curve]:
@@ -107,9 +122,9 @@ def table(result: Mapping[str, Any]) -> Table:
         Column("predicted ms", in_ms(line.get("predicted") for line in lines), digits),
         Column("Gflop/s", [rate(line) / GIGA for line in lines], digits),
         Column("GFLOP/rank", [line["flops"] / line["ranks"] / GIGA for line in lines], digits),
-        Column("speed-up", [curve.speed(line) for curve, line in pairs], HUNDREDTHS),
-        Column("efficiency", [curve.efficiency(line) if scaling else None for curve, line in pairs], HUNDREDTHS),
-        Column("t₀/t", [curve.times(line) if about["kind"] == "weak" else None for curve, line in pairs], HUNDREDTHS),
+        *of_ratios("speed-up", [curve.speed(line) for curve, line in pairs]),
+        Column("efficiency", [curve.efficiency(line).middle if scaling else None for curve, line in pairs], HUNDREDTHS),
+        Column("t₀/t", [curve.times(line).middle if about["kind"] == "weak" else None for curve, line in pairs], HUNDREDTHS),
         Column("words/rank", [line["words"] for line in lines], COUNT),
         Column("formula", [line["words_formula"] for line in lines], COUNT),
         Column("computing", [_share(line) for line in lines], "{:.0%}".format),
@@ -178,14 +193,17 @@ def source(about: Mapping[str, Any]) -> str | None:
 
 
 def draw(figure: Any, result: Mapping[str, Any]) -> None:
-    """Draw speed-up, in scaling efficiency as well, words per rank, and where the time goes."""
+    """Draw seconds, speed-up, in scaling efficiency as well, words per rank, and where the time goes."""
     lines = result["rows"]
     about, found, marks = lines[0]["sweep"], curves(lines), published(lines[0]["sweep"])
     scaling = about["kind"] != "grid"
-    panels = figure.subplots(4 if scaling else 3, 1)
+    panels = figure.subplots(5 if scaling else 4, 1)
     figure.set_size_inches(COLUMN, PANEL * len(panels) + 0.7)
-    speed, *efficiency, words, times = panels
+    seconds, speed, *efficiency, words, shared = panels
     ticks = sorted({line["x"] for line in lines} | {x for points in marks.values() for x, _ in points}, key=_order)
+    for number, curve in enumerate(found):
+        times(seconds, number, [line["x"] for line in curve.lines], curve.lines, about["band"])
+    seconds.set(ylabel="seconds")
     _relative(speed, found, marks)
     for panel in efficiency:
         _relative(panel, found, marks, per_rank=True)
@@ -194,28 +212,26 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     if scaling:
         first = min(line["ranks"] for line in lines)
         speed.plot(ticks, [x / first for x in ticks], "--", color="0.5", label=IDEAL)
-        for panel in (*efficiency, words):
+        for panel in (seconds, *efficiency, words):
             panel.sharex(speed)
-    for panel in (speed, *efficiency, words):
+    for panel in (seconds, speed, *efficiency, words):
         _scale(panel, ticks)
     thousands(words.yaxis)
-    shares(times, found)
+    shares(shared, found)
     legend(figure, *speed.get_legend_handles_labels())
-    spread = about["band"]
-    forecast_says = f"dotted: predicted for {about['cluster']} ±{spread:g} %" if about["cluster"] else None
-    says = (title(about, lines), baseline(found, about), forecast_says, source(about), timed(lines), on_machines(result))
-    caption(figure, *says)
+    spreads = [curve.speed(line) for curve in found for line in curve.lines[1:]]
+    what = (title(about, lines), baseline(found, about), forecast(prediction(about)), source(about))
+    caption(figure, *what, timed(lines, spreads), on_machines(result))
 
 
 def _relative(
     panel: Any, found: Sequence[Curve], marks: Mapping[str, Sequence[tuple[float, float]]], per_rank: bool = False
 ) -> None:
-    """Speed-ups, or `per_rank` efficiencies: measured, predicted, and published as hollow marks."""
+    """Speed-ups, or `per_rank` efficiencies: measured, and published as hollow marks."""
     names = list(dict.fromkeys([*(curve.name for curve in found), *marks]))
     for number, curve in enumerate(found):
-        growth = [line["ranks"] / curve.lines[0]["ranks"] if per_rank else 1 for line in curve.lines]
-        values = ([of(line) for line in curve.lines] for of in (curve.speed, curve.predicted))
-        _line(panel, curve, number, *([one and one / by for one, by in zip(own, growth, strict=True)] for own in values))
+        of = curve.efficiency if per_rank else curve.speed
+        ratios(panel, number, curve.name, [line["x"] for line in curve.lines], [of(line) for line in curve.lines])
     for name, points in marks.items():
         hollow = {**look(names.index(name)), "linestyle": "none", "markerfacecolor": "none"}
         panel.plot([x for x, _ in points], [y * points[0][0] / x if per_rank else y for x, y in points], **hollow)
@@ -238,23 +254,6 @@ def _scale(panel: Any, ticks: Sequence[Any]) -> None:
         panel.set_xticks(ticks, [f"{x:g}" for x in ticks])
         panel.xaxis.minorticks_off()
     plain(panel.yaxis)
-
-
-def _line(panel: Any, curve: Curve, number: int, values: Sequence[Any], predicted: Sequence[Any]) -> None:
-    """A line of medians with whiskers, and a dotted one of what was predicted, with its band."""
-    style, x = look(number), [line["x"] for line in curve.lines]
-    pairs = [(value, line["seconds"]) for value, line in zip(values, curve.lines, strict=True)]
-    low, high = ([value * one["median"] / one[end] for value, one in pairs] for end in ("max", "min"))
-    reach = [[value - end for (value, _), end in zip(pairs, low, strict=True)]]
-    reach.append([end - value for (value, _), end in zip(pairs, high, strict=True)])
-    panel.errorbar(x, values, yerr=reach, label=curve.name, **style)
-    known = [(at, value) for at, value in zip(x, predicted, strict=True) if value is not None]
-    if known:
-        at, middle = zip(*known, strict=True)
-        more = 1 + curve.lines[0]["sweep"]["band"] / 100
-        panel.plot(at, middle, ":", color=style["color"])
-        ends = [value / more for value in middle], [value * more for value in middle]
-        panel.fill_between(at, *ends, color=style["color"], alpha=0.12, lw=0)
 
 
 def shares(panel: Any, found: Sequence[Curve]) -> None:

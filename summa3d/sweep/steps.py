@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bench.clock import Clock
-from ..bench.series import times_of
+from ..bench.statistics import times_of
 from ..bench.traced import split
 from ..train.config import Config
 from ..train.loop import take_step

@@ -9,9 +9,10 @@ import struct
 import subprocess
 
 import jobs
+import numpy as np
 import pytest
 
-from summa3d.bench import plots, series, tables
+from summa3d.bench import plots, series, statistics, tables
 from summa3d.bench.table import Column, Table
 from summa3d.cli import report
 from summa3d.cli.main import main as cli
@@ -140,11 +141,12 @@ def test_ranks_with_other_thread_counts_than_the_baseline_have_no_speed_up(capsy
     assert cli(["report", file, "--no-plots", "--format", "csv", "--format", "latex"]) == 0
     header, *rows = capsys.readouterr().out.splitlines()[2:]
     assert header.split()[:2] == ["ranks", "threads/rank"]
-    shown = [(*row.split()[:2], *row.split()[-6:-4]) for row in rows[:3]]  # beside Gflop/s, words, messages, workspace
-    assert shown == [("1", "1", "1.00", "1.00"), ("1", "2", "–", "–"), ("2", "1", "1.50", "0.75")]
+    shown = [(*row.split()[:2], *row.split()[-7:-4]) for row in rows[:3]]  # beside Gflop/s, words, messages, workspace
+    ranged = [("1", "1", "1.00", "1.00–1.00", "1.00"), ("1", "2", "–", "–", "–"), ("2", "1", "1.50", "1.50–1.80", "0.75")]
+    assert shown == ranged and header.split()[-8:-5] == ["speed-up", "range", "efficiency"]
     assert "ranks have 1–2 threads: rows with other thread counts than the baseline have no speed-up" in rows
     assert [row["speed-up"] for row in numbers(tmp_path / "strong.csv")][1] == ""
-    assert " & -- & -- & " in (tmp_path / "strong.tex").read_text()
+    assert " & -- & -- & -- & " in (tmp_path / "strong.tex").read_text()
     (on_cuda,) = series.series_of([{**STRONG[0], "device": "cuda"}, {**STRONG[1], "device": "cuda", "threads": 2}])
     assert on_cuda.speed_up(on_cuda.rows[1]).middle == pytest.approx(1.5)  # a GPU multiplies: the host's threads do not count
 
@@ -152,7 +154,7 @@ def test_ranks_with_other_thread_counts_than_the_baseline_have_no_speed_up(capsy
 def test_a_ratio_that_is_not_known_has_no_point_in_the_plot():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     plots.scaling(figure, {"kind": "strong", "rows": [*STRONG[:2], line(4, 64, [0.1], threads=2)], "numpy": []})
-    drawn = [panel.containers[0].lines[0].get_xdata() for panel in figure.axes[:2]]
+    drawn = [panel.containers[0].lines[0].get_xdata() for panel in figure.axes[1:3]]
     assert [list(ranks) for ranks in drawn] == [[1, 2], [1, 2]]
 
 
@@ -176,10 +178,27 @@ def test_series_without_a_serial_row_have_baselines_of_their_own(tmp_path, capsy
     assert [one.baseline_name for one in series.series_of(STRONG[1:])] == ["chosen on 2 ranks"]
 
 
-def test_whiskers_of_a_speed_up_reach_from_the_slowest_to_the_fastest_round():
+def test_few_rounds_give_a_speed_up_the_range_of_both_times_and_six_an_interval():
     (chosen,) = series.series_of(STRONG)
-    assert chosen.speed_up(STRONG[2]) == pytest.approx((0.9 / 0.4, 0.9 / 0.9, 0.9 / 0.4))
-    assert chosen.efficiency(STRONG[1]) == pytest.approx((0.75, 0.75, 0.9))
+    assert chosen.speed_up(STRONG[2]) == pytest.approx((0.9 / 0.4, 0.8 / 0.9, 1.0 / 0.4, True))
+    assert chosen.efficiency(STRONG[1]) == pytest.approx((0.75, 0.8 / 0.6 / 2, 1.0 / 0.5 / 2, True))
+    assert chosen.speed_up(STRONG[0]) == (1, 1, 1, True)
+    rounds = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+    (sure,) = series.series_of([line(1, 64, rounds), line(2, 64, [one / 2 for one in rounds])])
+    found = sure.speed_up(sure.rows[1])
+    assert found.middle == pytest.approx(2) and not found.is_range and found.middle / found.low == pytest.approx(found.high / 2)
+    assert 2 / (1.5 / 1.0) < found.low < 2 < found.high < 2 * (1.5 / 1.0)  # narrower than the range
+
+
+@pytest.mark.parametrize("count", [6, 10, 20])
+@pytest.mark.parametrize("sigma", [0.03, 0.5])
+def test_intervals_hold_the_ratio_of_medians_in_95_of_100_series(count, sigma):
+    random, true, held = np.random.default_rng(count), 1.7, 0
+    for _ in range(1000):
+        above, below = random.lognormal(np.log(true), sigma, count), random.lognormal(0, sigma, count)
+        found = statistics.ratio(above.tolist(), below.tolist())
+        held += found.low <= true <= found.high
+    assert 920 <= held <= 980
 
 
 def test_many_series_fit_the_figure_and_those_of_no_words_are_named():
@@ -191,7 +210,7 @@ def test_many_series_fit_the_figure_and_those_of_no_words_are_named():
     ]
     plots.scaling(figure, {"kind": "strong", "rows": rows, "numpy": [], "machine": MACHINE})
     figure.draw_without_rendering()
-    (legend,), words = figure.legends, figure.axes[2]
+    (legend,), words = figure.legends, figure.axes[3]
     box = legend.get_window_extent()
     assert box.x0 >= 0 and box.x1 <= figure.bbox.width and len(legend.get_texts()) == 9  # the series and the ideal
     low, high = words.get_ylim()
