@@ -126,7 +126,7 @@ def run(args: argparse.Namespace) -> int:
     counts = chosen_counts(args, sweep.ranks)
     _check_chosen(args, sweep, points)
     points = [point for point in points if not args.only or point.id in args.only]
-    runner = Runner(sweep, directory, _starter(args, directory), _say, time.time() if args.retry else args.retry_before)
+    runner = Runner(sweep, directory, _starter(args, sweep, directory), _say, time.time() if args.retry else args.retry_before)
     status = runner.run(points, counts)
     print("\n".join(status_table(sweep, points, known_in(directory, _say))))
     return status
@@ -159,14 +159,26 @@ def _set(args: argparse.Namespace) -> list[str]:
     return [word for one in args.assignments for word in ("--set", one)]
 
 
-def _starter(args: argparse.Namespace, directory: Path) -> Callable[[int, Sequence[str]], int]:
-    """What starts ranks for the points of one rank count."""
+def _starter(args: argparse.Namespace, sweep: Sweep, directory: Path) -> Callable[[int, Sequence[str]], int]:
+    """What starts ranks for the points of one rank count, with the sweep's threads; says how many these are."""
+    from ..launch.runtime import MPIEXEC_VARIABLE, THREAD_VARIABLES, threads_are_free, usable_cores
+    from ..sweep.file import EQUAL
     from .launch import mpi_command
+
+    threads: dict[str, str] = {}
+    if threads_are_free():
+        most, cores = max(sweep.ranks), usable_cores()
+        on_node = min(most, sweep.ranks_per_node) if os.environ.get(MPIEXEC_VARIABLE) else most  # a launcher of several nodes
+        count = sweep.threads_of_rank(cores, on_node)
+        if count is not None:
+            threads = dict.fromkeys(THREAD_VARIABLES, str(count))
+            why = f", as {on_node} on {cores} core{'s' * (cores > 1)} have" if sweep.threads == EQUAL else ""
+            _say(f"{count} BLAS thread{'s' * (count > 1)} a rank on every rank count{why}; threads=each gives each its own share")
 
     def start(ranks: int, options: Sequence[str]) -> int:
         words = module("summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args), *options)
         words += [word for one in args.only for word in ("--only", one)] if "--only" not in options else []
-        command, environ, account = mpi_command(ranks, words)
+        command, environ, account = mpi_command(ranks, words, {**os.environ, **threads})
         _say(account)
         return subprocess.call(command, env=environ, stdin=subprocess.DEVNULL)
 

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, nearest
-from ..files import read_toml, titles, toml_value
+from ..files import read_toml, titles, toml_value, whole
 from ..train.toml import assign, describe_value, unknown_key
 
 FOLDER = Path(__file__).with_name("files")
 KINDS = ("strong", "weak", "grid")
 SUBJECTS = ("gemm", "block", "train")
 ORDERS = ("interleaved", "sequential")
+EQUAL, EACH = "equal", "each"
 MOST_POINTS = 100_000
 """The most points of a sweep; a list too many multiplies them."""
 NAME = re.compile(r"[^\W_][\w.-]*")
@@ -54,6 +55,8 @@ class Sweep:
     cluster : what predicts times; none if empty
     memory : bytes that a rank may take; 0 for those of the cluster's device, or no limit
     ranks_per_node : ranks of a node, in predictions and jobs
+    threads : BLAS threads of a rank: "equal", on all rank counts as many as the most ranks leave each other on a node; "each", as
+        many as those of its own count do; or a number. What the environment sets stays
     limit : time limit of a job, as Slurm takes it
     """
 
@@ -75,6 +78,7 @@ class Sweep:
     cluster: str = ""
     memory: float = 0
     ranks_per_node: int = 1
+    threads: str | int = EQUAL
     limit: str = "00:30:00"
 
     def __post_init__(self) -> None:
@@ -96,6 +100,8 @@ class Sweep:
         for key, least in (("rounds", 1), ("repeats", 1), ("ranks_per_node", 1), ("base_ranks", 0), ("memory", 0)):
             if not getattr(self, key) >= least:
                 raise ConfigError(f"{key} is {getattr(self, key)}; it must be at least {least}.")
+        if self.threads not in (EQUAL, EACH) and (whole(str(self.threads)) or 0) < 1:
+            raise ConfigError(f"threads = {self.threads!r}; it is {EQUAL!r}, {EACH!r} or a number from 1 on.")
         if bool(self.weak) != (self.kind == "weak"):
             raise ConfigError(f"kind = {self.kind!r} with weak = {self.weak!r}: weak scaling alone has a rule.")
         if self.config and self.what != "train":
@@ -116,6 +122,12 @@ class Sweep:
         points *= len(self.ranks) * self.repeats
         if points > MOST_POINTS:
             raise ConfigError(f"vary, ranks and repeats make {points:,} points; a sweep has at most {MOST_POINTS:,}.")
+
+    def threads_of_rank(self, cores: int, on_node: int) -> int | None:
+        """BLAS threads of a rank in every start, the largest of which has `on_node` ranks on a node; None: each has its own."""
+        if self.threads == EACH:
+            return None
+        return max(1, cores // on_node) if self.threads == EQUAL else int(self.threads)
 
     @property
     def parts(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any], str | Mapping[str, Any]]]:
@@ -209,9 +221,10 @@ TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     tuple: ("a list", (list, tuple)),
     dict: TABLE,
     "weak": RULE,
+    "threads": (f"{EQUAL}, {EACH} or a whole number", (str, int)),
 }
 """Type of a key's default → its name, and what a file's value may be."""
-MORE = {"weak": "weak", "memory": float}
+MORE = {"weak": "weak", "memory": float, "threads": "threads"}
 """Keys that take more than the type of their default."""
 
 

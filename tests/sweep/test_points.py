@@ -176,6 +176,15 @@ def test_a_file_that_cannot_be_is_one_message(table: dict[str, Any], message: st
     assert message in str(raised.value)
 
 
+def test_threads_are_those_that_the_most_ranks_have_each_counts_own_or_a_number() -> None:
+    given = {"kind": "grid", "what": "gemm", "ranks": [1, 8]}
+    shares = {words: read({"name": "s", **given, "threads": words}).threads_of_rank(32, 8) for words in ("equal", "each", 3, "5")}
+    assert shares == {"equal": 4, "each": None, 3: 3, "5": 5} and read({"name": "s", **given}).threads_of_rank(2, 8) == 1
+    for wrong in ("some", 0, "-1"):
+        with pytest.raises(ConfigError, match=r"threads = .* or a number from 1 on"):
+            read({"name": "s", **given, "threads": wrong})
+
+
 def test_keys_are_set_from_the_command_line() -> None:
     sweep = load("product-strong", ["ranks=1,3", "rounds=2", "m=64", "dtype=float64"])
     assert (list(sweep.ranks), sweep.rounds, sweep.base["m"], sweep.base["dtype"]) == ([1, 3], 2, 64, "float64")

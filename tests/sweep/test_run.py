@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from small_runs import shared_corpus
 
 from summa3d.cli.main import main as cli
 from summa3d.cli.main import without_mpi
+from summa3d.launch.runtime import SHARE_VARIABLE, THREAD_VARIABLES, usable_cores
 
 BLOCKS = """
 kind = "strong"
@@ -163,6 +166,30 @@ def test_a_sweep_of_which_every_point_is_refused_fails(tmp_path: Path, capsys: p
         assert cli(["sweep", act, "product-strong", *settings]) == 1
         said = capsys.readouterr().err
         assert said.count("cannon cannot use") == 2 and "product-strong has no points: 2 refused" in said
+
+
+@pytest.mark.parametrize("threads", ["equal", "each"])
+def test_rank_counts_have_equal_threads_unless_told_otherwise_and_then_a_speed_up(tmp_path: Path, threads: str) -> None:
+    cores, folder = usable_cores(), tmp_path / "s"
+    words = ["summa3d", "sweep", "run", "product-strong", "--dir", str(folder)]
+    settings = ["m=48", "n=48", "k=48", "ranks=1,2", "rounds=6", f"threads={threads}"]
+    bare = {name: value for name, value in jobs.environment().items() if name not in (*THREAD_VARIABLES, SHARE_VARIABLE)}
+    program = [sys.executable, "-m", *words, *(word for one in settings for word in ("--set", one))]
+    ended = subprocess.run(program, env=bare, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    lines = [json.loads(line) for file in folder.rglob("points.jsonl") for line in file.read_text().splitlines()]
+    shares = {line["ranks"]: line["row"]["threads"] for line in lines}
+    equal = max(1, cores // 2)
+    assert shares == {1: equal if threads == "equal" else cores, 2: equal}
+    before, _, _ = ended.stderr.partition("1 ranks on")
+    assert (f"{shares[1]} BLAS thread" in before) == (threads != "each") and ("as 2 on" in before) == (threads == "equal")
+    assert cli(["sweep", "report", str(folder), "--format", "csv", "--no-plots"]) == 0
+    one, two = csv.DictReader(folder.with_suffix(".csv").open())
+    medians = {line["ranks"]: line["row"]["seconds"]["median"] for line in lines}
+    if shares[1] == shares[2]:
+        assert float(two["speed-up"]) == pytest.approx(medians[1] / medians[2]) and one["speed-up"] == "1.0"
+    else:
+        assert two["speed-up"] == ""
 
 
 def test_points_that_no_sweep_has_are_not_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
