@@ -17,6 +17,7 @@ TORCH = ["torch>=2.9"]
 TOMLI = "tomli>=2.0; python_version < '3.11'"
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0"]
+FRAME = ["pandas>=2"]  # `to_frame` of a dry run and of plans
 FIT = ["scipy>=1.11"]  # of `summa3d plan --paper`
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
@@ -67,6 +68,7 @@ setup(
         "gpu": ["cupy-cuda13x>=14", *BF16],
         "bf16": BF16,
         "plot": PLOT,
+        "frame": FRAME,
         "plan": [*TRAIN, *PLOT, *FIT],
         "completion": COMPLETION,
         "test": TEST,

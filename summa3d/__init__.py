@@ -1,4 +1,7 @@
-"""Distributed matrix multiplication and transformer training: ``Grid``, ``Layout``, ``DistMatrix``, ``matmul`` and more."""
+"""Distributed matrix multiplication and transformer training: ``Grid``, ``Layout``, ``DistMatrix``, ``matmul`` and more.
+
+``dry_run`` and ``find_plans`` say what a training step takes and which grid is the fastest, before any rank is started.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ if TYPE_CHECKING:
     from .gemm.matmul import matmul
     from .gemm.matrix import DistMatrix
     from .layout.layout import Layout, Sharding
+    from .plan.search.find import find_plans
+    from .train.dry_run import dry_run
 
 SUBPACKAGES = ("autograd", "cli", "comm", "errors", "gemm", "kernels", "layout", "nn", "train")
 HOME = {
@@ -21,13 +26,20 @@ HOME = {
     "DistMatrix": "gemm.matrix",
     "matmul": "gemm.matmul",
 }
+WITHOUT_MPI = {"dry_run": "train.dry_run", "find_plans": "plan.search.find"}
+"""Names whose modules need the names of MPI alone."""
 
-__all__ = ["DistMatrix", "Grid", "Layout", "Sharding", "matmul"]
+__all__ = ["DistMatrix", "Grid", "Layout", "Sharding", "dry_run", "find_plans", "matmul"]
 
 
 def __getattr__(name: str) -> object:
     if name in HOME:
         return getattr(importlib.import_module(f".{HOME[name]}", __name__), name)
+    if name in WITHOUT_MPI:
+        from .interpreter import mpi_not_started
+
+        with mpi_not_started():
+            return getattr(importlib.import_module(f".{WITHOUT_MPI[name]}", __name__), name)
     if name in SUBPACKAGES:
         return importlib.import_module(f".{name}", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -24,6 +24,7 @@ ORDER = (
     "blas_library",
     "figures",
     "columns",
+    "table",
     "kernels",
     "comm",
     "layout",

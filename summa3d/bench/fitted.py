@@ -15,7 +15,7 @@ import numpy as np
 
 from ..cluster import DEVICE, LINKS, Number
 from ..dtypes import dtype_of
-from .table import Column, Table
+from ..table import Column, Table
 
 WORST = 0.20
 """The largest median error of a fit that may describe a machine."""

@@ -13,7 +13,7 @@ from ..dtypes import dtype_of
 from ..gemm.algorithms.registry import algorithm
 from ..gemm.cost.choose import Candidate, in_panels
 from ..gemm.cost.machine import Machine
-from .table import Column, Table
+from ..table import Column, Table
 
 if TYPE_CHECKING:
     from ..dry.step import Setting

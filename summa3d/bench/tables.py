@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ..table import Column, Table
 from .series import ResultRow, Series, in_ranks, on_host, place, series_of
 from .statistics import Spread, named
-from .table import Column, Table
 
 MEBI = 1 << 20
 COUNT, TENTHS, HUNDREDTHS = "{:,}".format, "{:.1f}".format, "{:.2f}".format

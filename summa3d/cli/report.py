@@ -13,10 +13,10 @@ from typing import Any
 from .. import figures
 from ..bench import plots
 from ..bench.results import merge, read
-from ..bench.table import FORMATS, Table
 from ..bench.tables import in_one_line, table
 from ..errors import DataError
 from ..files import from_json, replace_text
+from ..table import FORMATS, Table
 
 SWEEP, POINTS = "sweep", "points.jsonl"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -288,65 +288,12 @@ def _line_for(config: Config, ranks: int) -> str:
 def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
     from mpi4py import MPI
 
-    from ..train.dry_run import predict
+    from ..train.dry_run import dry_run
 
-    found = predict(config, ranks_per_node)
+    found = dry_run(config, ranks_per_node=ranks_per_node)
     if MPI.COMM_WORLD.rank == 0:
-        tables = [memory_table(found), *([stage_table(found)] if "stages" in found else []), work_table(found)]
-        print(json.dumps(found) if as_json else "\n".join(tables), flush=True)
+        print(json.dumps(found.as_json()) if as_json else found, flush=True)
     return 0
-
-
-def stage_table(found: dict[str, Any]) -> str:
-    """What the fullest rank of each rank of the pipeline holds, and what it receives on axis pp, as text."""
-    lines = [f"\n{'pp':<5}{'rank':>7}  {'layers':<12}{'parameters':>12}{'activations':>13}{'peak':>12}{'words on pp':>17}"]
-    lines[0] += f"   (MiB, {_carried(found, found['device'])})"
-    for one in found["stages"]:
-        layers, sizes = ",".join(map(str, one["layers"])), [one[term] / MEBI for term in ("parameters", "activations", "peak")]
-        cells = f"{sizes[0]:>12,.2f}{sizes[1]:>13,.2f}{sizes[2]:>12,.2f}{one['words']:>17,}"
-        lines.append(f"{one['pp']:<5}{one['rank']:>7}  {layers:<12}{cells}")
-    return "\n".join(lines)
-
-
-def work_table(found: dict[str, Any]) -> str:
-    """What the fullest rank computes and moves in a step, as text: operations by kind, words and messages by phase and axis."""
-    lines = [f"\n{found['parameters']:,} parameters; rank {found['fullest_rank']} in a step:"]
-    lines += [f"{'operations':<16}{'count':>12}{'GFLOP':>12}{'MiB':>12}"]
-    for kind, total in found["operations"].items():
-        lines.append(f"{kind:<16}{total['count']:>12,}{total['flops'] / 1e9:>12,.3f}{total['bytes'] / MEBI:>12,.2f}")
-    lines += [f"{'words':<16}{'axis':>12}{'words':>16}{'messages':>12}"]
-    for phase, axes in found["words"].items():
-        for axis, words in axes.items():
-            lines.append(f"{phase:<16}{axis:>12}{words:>16,}{found['messages'][phase][axis]:>12,}")
-    return "\n".join(lines)
-
-
-def memory_table(found: dict[str, Any]) -> str:
-    """What `predict` found, as text: for each placement, the fullest rank's terms and the means; then what a run needs."""
-    axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
-    lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
-    placements = [found, *([found["one_node"]] if "one_node" in found else [])]
-    heads = [f"{'rank ' + str(one['fullest_rank']):>12}{'mean':>12}" for one in placements]
-    lines += [_row("", [f"{_carried(one, found['device']):>24}" for one in placements]), _row("MiB per rank", heads)]
-    for term in found["bytes"]:
-        cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
-        lines.append(_row(term, cells))
-    most, mean = (max(one[which]["peak"] + one[which]["node"] for one in placements) / MEBI for which in ("bytes", "mean_bytes"))
-    lines.append(
-        f"needs at most {most:,.1f} MiB on a rank and {mean * found['ranks']:,.1f} MiB on all ranks, beside Python itself"
-    )
-    return "\n".join(lines)
-
-
-def _row(name: str, cells: Iterable[str]) -> str:
-    return f"{name:<16}" + "  ".join(cells)
-
-
-def _carried(placement: dict[str, Any], device: str) -> str:
-    """What communicates; of a node's memory, along which axes."""
-    if device == "cuda":
-        return "NCCL"
-    return f"node: {' '.join(placement['node_axes'])}" if placement["node_axes"] else "MPI"
 
 
 def report(summary: dict[str, Any]) -> str:

@@ -127,7 +127,9 @@ def release(job: Job, grids: Sequence[Communicators]) -> None:
 
 
 def checked_comm(comm: Any) -> MPI.Intracomm:
-    """Return a communicator. Raises GridError for what is none, or was freed."""
+    """Return a communicator, of an MPI that has started. Raises GridError for what is none, or was freed."""
+    if not MPI.Is_initialized():  # its names were imported for a dry run alone
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
     if isinstance(comm, MPI.Comm):
         check_comm(comm, "a grid")
     elif not hasattr(comm, "rank") or hasattr(comm, "shape"):  # a grid has both

@@ -12,11 +12,11 @@ from ..bench.plots import caption, forecast, legend, on_machines, plain, ratios,
 from ..bench.results import alike, of_lines
 from ..bench.series import in_ranks
 from ..bench.statistics import Spread, ratio, times_of
-from ..bench.table import Column, Table
 from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, of_ratios, rounds
 from ..bench.traced import COMPUTE, OTHER
 from ..figures import COLOURS, COLUMN, look
 from ..plan.papers.paper import table_of as paper_of
+from ..table import Column, Table
 from .lines import SweepLine
 
 SWEEP = "sweep"

@@ -1,28 +1,186 @@
-"""What a run would compute, move and hold on any grid, before any rank is started: its own code, run dry."""
+"""What a run would compute, move and hold on any grid, before any rank is started: its own code, run dry; as a report."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from ..comm.device.select import requested_device
 from ..dry.rank_classes import steps
 from ..dry.step import DryStep, Ending, Setting, Training
+from ..errors import ConfigError
+from ..files import grid_of
+from ..nn.config import ModelConfig
 from ..nn.gradients import norm_and_votes
 from ..node_support import why_no_node_memory
 from ..parallel.pipeline import Pipeline
 from ..parallel.states import ParameterState
+from ..table import Column, Table
+from . import toml
 from .checkpoint.folder import own_blocks
-from .config import Config, at_least, master_dtype
+from .config import Config, at_least, from_table, master_dtype, numbers_of, read_table, to_table
 from .loop import total
 from .optimizer import AdamW
 from .precision import torch_dtype, working_weights
 
+MEBI = 1 << 20
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
 STAGE_TERMS = ("parameters", "activations", "peak")
 CLIPPED = 0.5
 """What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacedStep:
+    """A training step of ranks that lie on nodes in one way; of the rank that holds most, where nothing else is said.
+
+    Attributes
+    ----------
+    parameters : of the whole model
+    flops : of the rank's products
+    words, messages, received : words, messages and bytes that it receives, by phase and axis
+    bytes, mean_bytes : bytes by term, of it and on the mean of all ranks; "peak" is the most of all at any time, beside "node"
+    peak : the most bytes that it holds at any time
+    operations : kind → count, flops, and bytes read and written
+    checkpoint : bytes of its file
+    ranks_per_node, node_axes, fullest_rank : consecutive ranks that share a node, the axes inside a node, and which rank it is
+    stages : of a pipeline, what the fullest rank of each of its ranks holds, and what it receives on axis pp
+    """
+
+    parameters: int
+    flops: int
+    words: Mapping[str, Mapping[str, int]]
+    messages: Mapping[str, Mapping[str, int]]
+    received: Mapping[str, Mapping[str, int]]
+    ranks_per_node: int
+    node_axes: Sequence[str]
+    fullest_rank: int
+    bytes: Mapping[str, int]
+    peak: int
+    mean_bytes: Mapping[str, float]
+    operations: Mapping[str, Mapping[str, int]]
+    checkpoint: int
+    stages: Sequence[Mapping[str, Any]] = ()
+
+    @property
+    def total_words(self) -> int:
+        """All words that the rank receives in a step."""
+        return sum(words for axes in self.words.values() for words in axes.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report(PlacedStep):
+    """A training step on a grid: as `PlacedStep`, with each rank on a node of its own unless it was told otherwise.
+
+    Printed, it is the text of ``summa3d train --dry-run``; in a notebook, two tables.
+
+    Attributes
+    ----------
+    scheme, grid, ranks, dtype, recompute, device : of the configuration
+    one_node : the same step with all ranks on one node; None where that makes no difference, or `ranks_per_node` was given
+    """
+
+    scheme: str
+    grid: Mapping[str, int]
+    ranks: int
+    dtype: str
+    recompute: str
+    device: str
+    one_node: PlacedStep | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """The fields, as ``summa3d train --dry-run --json`` prints them; those that say nothing are left out."""
+        fields = asdict(self)
+        for placed in (fields, fields["one_node"] or {}):
+            if not placed.get("stages"):
+                placed.pop("stages", None)
+        return {name: value for name, value in fields.items() if value is not None}
+
+    def tables(self) -> tuple[Table, Table]:
+        """Bytes by term, of the fullest rank and on the mean; then words, messages and bytes received by phase and axis."""
+        held = Table(
+            f"{self.scheme} on {self.ranks} ranks, {self.dtype}: MiB of a rank",
+            [
+                Column("term", list(self.bytes), left=True),
+                Column("fullest", [nbytes / MEBI for nbytes in self.bytes.values()], "{:,.2f}".format),
+                Column("mean", [self.mean_bytes[term] / MEBI for term in self.bytes], "{:,.2f}".format),
+            ],
+        )
+        lines = [(phase, axis) for phase, axes in self.words.items() for axis in axes]
+        moved = Table(
+            f"{self.total_words:,} words received by rank {self.fullest_rank} in a step",
+            [
+                Column("phase", [phase for phase, _ in lines], left=True),
+                Column("axis", [axis for _, axis in lines], left=True),
+                *(
+                    Column(name, [amounts[phase][axis] for phase, axis in lines], "{:,}".format)
+                    for name, amounts in (("words", self.words), ("messages", self.messages), ("bytes", self.received))
+                ),
+            ],
+        )
+        return held, moved
+
+    def to_frame(self) -> Any:
+        """Words, messages and bytes received by phase and axis, as a DataFrame. ConfigError where pandas is not installed."""
+        return self.tables()[1].to_frame()
+
+    def _repr_html_(self) -> str:
+        return "\n".join(table.html() for table in self.tables())
+
+    def __str__(self) -> str:
+        found = self.as_json()
+        return "\n".join([_memory(found), *([_stages(found)] if self.stages else []), _work(found)])
+
+
+def dry_run(
+    config: Config | ModelConfig | str | Path,
+    grid: Mapping[str, int] | str | None = None,
+    *,
+    ranks_per_node: int | None = None,
+    **settings: Any,
+) -> Report:
+    """What a training step takes of each rank, found by running its own program on tensors without memory.
+
+    Nothing is computed, allocated or moved, no rank is started, and MPI is not initialized.
+
+    Parameters
+    ----------
+    config : a configuration, the name of one that is shipped, the path of a TOML file; or a model, with the other keys' defaults
+    grid : sizes of its axes, as {"x": 2, "z": 2} or "x=2,z=2", in place of the configuration's
+    ranks_per_node : consecutive ranks that share a node's memory; without it, 1, and `Report.one_node` has all on one
+    settings : further keys of the configuration, as scheme="cuboid", train={"batch": 16} or **{"train.batch": 16}
+
+    Returns
+    -------
+    the words, messages and bytes of the fullest rank, exact for the program that would run
+
+    Raises ConfigError for an unknown key, naming the nearest, and for values that no run can have; GridError and LayoutError, as
+    the run would, for a grid or sizes that do not fit.
+
+    >>> report = dry_run("demo", "x=2,y=2,z=2")
+    >>> report.ranks, report.total_words == sum(report.tables()[1].columns[2].values)
+    (8, True)
+    """
+    if isinstance(config, ModelConfig):
+        table: dict[str, Any] = {"model": toml.dump(config), "data": {"tokenizer": numbers_of(config)}}
+    else:
+        table = to_table(config) if isinstance(config, Config) else read_table(str(config))
+    if grid is not None:
+        sizes = grid_of(grid) if isinstance(grid, str) else dict(grid)
+        if sizes is None:
+            raise ConfigError(f"{grid!r} is no grid; write it as x=2,y=2,z=2.")
+        others = {key: value for key, value in table.get("grid", {}).items() if not isinstance(value, int)}
+        table = {**table, "grid": {**others, **sizes}, "chosen": ""}
+    for key, value in settings.items():
+        inner = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {key: value}
+        for name, one in inner.items():
+            toml.assign(table, name, one)
+    found = predict(from_table(table), ranks_per_node)
+    one_node = found.pop("one_node", None)
+    return Report(**found, one_node=one_node and PlacedStep(**one_node))
 
 
 def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]:
@@ -151,3 +309,55 @@ def _by_stage(setting: Setting, held: Mapping[int, dict[str, int]], steps: Mappi
             found[what] = sum(many for axes in moved.values() for axis, many in axes.items() if axis.startswith("pp"))
         rows.append(found)
     return rows
+
+
+def _stages(found: dict[str, Any]) -> str:
+    """What the fullest rank of each rank of the pipeline holds, and what it receives on axis pp, as text."""
+    lines = [f"\n{'pp':<5}{'rank':>7}  {'layers':<12}{'parameters':>12}{'activations':>13}{'peak':>12}{'words on pp':>17}"]
+    lines[0] += f"   (MiB, {_carried(found, found['device'])})"
+    for one in found["stages"]:
+        layers, sizes = ",".join(map(str, one["layers"])), [one[term] / MEBI for term in ("parameters", "activations", "peak")]
+        cells = f"{sizes[0]:>12,.2f}{sizes[1]:>13,.2f}{sizes[2]:>12,.2f}{one['words']:>17,}"
+        lines.append(f"{one['pp']:<5}{one['rank']:>7}  {layers:<12}{cells}")
+    return "\n".join(lines)
+
+
+def _work(found: dict[str, Any]) -> str:
+    """What the fullest rank computes and moves in a step, as text: operations by kind, words and messages by phase and axis."""
+    lines = [f"\n{found['parameters']:,} parameters; rank {found['fullest_rank']} in a step:"]
+    lines += [f"{'operations':<16}{'count':>12}{'GFLOP':>12}{'MiB':>12}"]
+    for kind, amounts in found["operations"].items():
+        lines.append(f"{kind:<16}{amounts['count']:>12,}{amounts['flops'] / 1e9:>12,.3f}{amounts['bytes'] / MEBI:>12,.2f}")
+    lines += [f"{'words':<16}{'axis':>12}{'words':>16}{'messages':>12}"]
+    for phase, axes in found["words"].items():
+        for axis, words in axes.items():
+            lines.append(f"{phase:<16}{axis:>12}{words:>16,}{found['messages'][phase][axis]:>12,}")
+    return "\n".join(lines)
+
+
+def _memory(found: dict[str, Any]) -> str:
+    """What `predict` found, as text: for each placement, the fullest rank's terms and the means; then what a run needs."""
+    axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
+    lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
+    placements = [found, *([found["one_node"]] if "one_node" in found else [])]
+    heads = [f"{'rank ' + str(one['fullest_rank']):>12}{'mean':>12}" for one in placements]
+    lines += [_row("", [f"{_carried(one, found['device']):>24}" for one in placements]), _row("MiB per rank", heads)]
+    for term in found["bytes"]:
+        cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
+        lines.append(_row(term, cells))
+    most, mean = (max(one[which]["peak"] + one[which]["node"] for one in placements) / MEBI for which in ("bytes", "mean_bytes"))
+    lines.append(
+        f"needs at most {most:,.1f} MiB on a rank and {mean * found['ranks']:,.1f} MiB on all ranks, beside Python itself"
+    )
+    return "\n".join(lines)
+
+
+def _row(name: str, cells: Iterable[str]) -> str:
+    return f"{name:<16}" + "  ".join(cells)
+
+
+def _carried(placement: dict[str, Any], device: str) -> str:
+    """What communicates; of a node's memory, along which axes."""
+    if device == "cuda":
+        return "NCCL"
+    return f"node: {' '.join(placement['node_axes'])}" if placement["node_axes"] else "MPI"

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from summa3d.bench import plots, series, statistics, tables
-from summa3d.bench.table import Column, Table
 from summa3d.cli import report
 from summa3d.cli.main import main as cli
+from summa3d.table import Column, Table
 
 MACHINE = {
     **{

@@ -6,23 +6,18 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 
 import numpy as np
 
-from ...cluster import load
 from ...errors import ConfigError
 from ...interpreter import spawns_safely
 from ...node_support import affinity
-from .explain import explain
 from .export import export
-from .memory import memory, reserve
+from .find import find_plans
+from .memory import memory
 from .plans import Plan, Space, columns, refused
-from .request import bytes_of, request, space_of
 from .search import PlanSearch, Priced, Tell
-from .store import Store
-from .text import as_json, as_text
-from .timing import Times
 
 GIB = 2**30
 
@@ -35,34 +30,38 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--explain is {args.explain}; the plans are numbered from 1.")
     if args.explain is not None and args.json:
         raise ConfigError("--explain prints text; leave out --json.")
-    cluster = load(args.cluster)
-    asked = request(args.model, args.batch, cluster)
-    space = space_of(asked, cluster, args.ranks, args.batch, args.era, args.fix, args.limit)
-    whole = cluster["device.memory"]
-    limit = whole - reserve(whole) if args.memory is None else bytes_of(args.memory)
     cores = len(affinity())
-    store = Store(lambda line: print(f"summa3d plan: {line}", file=sys.stderr), cores if cores > 1 and spawns_safely() else 0)
-    searched = PlanSearch(space, Times(cluster, store), limit, max(args.top, args.explain or 0))
-    with progress() as tell, closing(store):
-        found = searched.run(tell)
+    with progress() as tell:
+        plans = find_plans(
+            args.model,
+            args.cluster,
+            args.ranks,
+            args.batch,
+            fix=args.fix,
+            limit=args.limit,
+            memory=args.memory,
+            era=args.era,
+            top=max(args.top, args.explain or 0),
+            processes=cores if cores > 1 and spawns_safely() else 0,
+            say=lambda line: print(f"summa3d plan: {line}", file=sys.stderr),
+            tell=tell,
+        )
+    found, store = plans.found, plans.searched.times.store
     print(f"summa3d plan: {store.traces} cells traced, {store.read} read from disk", file=sys.stderr)
-    whole_json = as_json(found, asked)
-    rule = None if args.rule is None else by_rule(space, searched)
-    explained = None if args.explain is None else explain(found, args.explain, store)
+    rule = None if args.rule is None else by_rule(found.space, plans.searched)
+    explained = None if args.explain is None else plans.explain(args.explain)
     if args.json:
-        if rule is not None:
-            whole_json["rule"] = {"plan": str(rule.plan), "seconds": rule.seconds}
-        print(json.dumps(whole_json))
+        priced = {} if rule is None else {"rule": {"plan": str(rule.plan), "seconds": rule.seconds}}
+        print(json.dumps({**plans.as_json(), **priced}))
     else:
-        print("\n".join(as_text(found, asked)))
+        print(plans)
         if rule is not None:
-            print(f"the rule of PTD-P: {rule.plan}: {rule.seconds:.4g} s ({rule.seconds / found.best[0].seconds - 1:+.1%})")
+            print(f"the rule of PTD-P: {rule.plan}: {rule.seconds:.4g} s ({rule.seconds / plans.seconds - 1:+.1%})")
         if explained is not None:
             print("\n".join(explained))
     if args.write is not None:
-        best = found.best[0]
-        held = export(args.write, best.plan, best.seconds, asked.config, cluster, whole_json["plans"][0])
-        more = "" if held["peak"] <= limit else f", which is more than {limit / GIB:.1f}"
+        held = export(args.write, plans.best, plans.seconds, plans.asked.config, found.cluster, plans.as_json()["plans"][0])
+        more = "" if held["peak"] <= found.limit else f", which is more than {found.limit / GIB:.1f}"
         print(
             f"written: {args.write}/plan.toml, job.sh, plan.json; a dry run has {held['peak'] / GIB:.2f} GiB{more}",
             file=sys.stderr,

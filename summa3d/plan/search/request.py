@@ -13,8 +13,8 @@ from ...cluster import Cluster
 from ...errors import ConfigError, nearest
 from ...files import read_toml, toml_value, whole
 from ...nn.config import ModelConfig
-from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped
-from ...train.toml import build, override
+from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped, to_table
+from ...train.toml import build, dump, override
 from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
 
 MODELS = Path(__file__).with_name("models.toml")
@@ -44,16 +44,20 @@ def models() -> dict[str, dict[str, Any]]:
     return {name: {**COMMON, **keys} for name, keys in read_toml(MODELS).items()}
 
 
-def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
-    """The model that words name: a name, a configuration (shipped, or a TOML file), then KEY=VALUE of `model`.
+def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cluster) -> Request:
+    """The model that words name: a name, a configuration (shipped, or a TOML file), then KEY=VALUE of `model`; or one itself.
 
     A configuration keeps its dtype; other models have the first of HALF that the cluster has a rate of, else float32.
 
     Raises ConfigError for an unknown name, naming the nearest, for unknown keys, and for sizes that no model has.
     """
     positive("batch", batch)
-    known, given = models(), [word for word in words if "=" in word]
-    names = [word for word in words if "=" not in word]
+    if isinstance(asked, ModelConfig):
+        return _request(asked.family, {"model": dump(asked), "dtype": _dtype_on(cluster)}, batch)
+    if isinstance(asked, Config):
+        return _request(asked.model.family, to_table(asked), batch)
+    known, given = models(), [word for word in asked if "=" in word]
+    names = [word for word in asked if "=" not in word]
     if len(names) > 1:
         raise ConfigError(f"--model takes one name and KEY=VALUE; it is given {', '.join(names)}.")
     name = names[0] if names else ",".join(given)
@@ -68,6 +72,11 @@ def request(words: Sequence[str], batch: int, cluster: Cluster) -> Request:
     override(Config, table, [word if word.startswith("model.") else f"model.{word}" for word in given])
     if not names and table["model"].get("family", "gpt2") in SPECIAL_TOKENS:
         table["model"] = COMMON | table["model"]
+    return _request(name, table, batch)
+
+
+def _request(name: str, table: dict[str, Any], batch: int) -> Request:
+    """The request of a configuration's table, less what a plan decides."""
     model = build(ModelConfig, table.get("model", {}), "model.")
     if not table.get("data"):
         table["data"] = {"tokenizer": numbers_of(model)}

@@ -1,14 +1,16 @@
-"""A table as text, Markdown, CSV or LaTeX."""
+"""A table as text, Markdown, CSV, LaTeX, HTML or a DataFrame."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
-from ..columns import aligned
+from .columns import aligned
+from .errors import ConfigError
 
 LATEX = str.maketrans(
     {
@@ -103,6 +105,27 @@ class Table:
                 *(r"\bottomrule", r"\end{tabular}", r"\end{table}"),
             ]
         )
+
+    def html(self) -> str:
+        """The table in HTML, as notebooks show it."""
+
+        def row(kind: str, cells: Iterable[str]) -> str:
+            sides = ("left" if column.left else "right" for column in self.shown)
+            made = (f'<{kind} style="text-align:{side}">{escape(cell)}</{kind}>' for side, cell in zip(sides, cells, strict=True))
+            return f"<tr>{''.join(made)}</tr>"
+
+        caption = f"<caption>{escape(self.title)}</caption>" if self.title else ""
+        rows = [row("th", (column.name for column in self.shown)), *(row("td", cells) for cells in self._rows())]
+        return "\n".join([f"<table>{caption}", *rows, "</table>", *(f"<p>{escape(remark)}</p>" for remark in self.remarks)])
+
+    def to_frame(self) -> Any:
+        """The values as a DataFrame, a column a column. Raises ConfigError where pandas is not installed."""
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ConfigError("a DataFrame needs pandas, which is not installed: pip install 'summa3d[frame]'.") from error
+        columns = [column for column in self.filled if not column.shown_only]
+        return pandas.DataFrame({column.name: list(column.values) for column in columns})
 
     def _rows(self) -> list[Sequence[str]]:
         return list(zip(*(column.cells for column in self.shown), strict=True))
