@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -307,14 +307,14 @@ def report(summary: dict[str, Any]) -> str:
         f"validation loss {_number(summary['validation_loss'], '.4f')}",
         f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
         f"{summary['words_per_rank']:,} words moved per rank and step",
-        f"{used} · peak memory of all ranks {memory:,.0f} MiB"
+        f"{used}{for_a_core(summary)} · peak memory of all ranks {memory:,.0f} MiB"
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]
     if used.flops_per_second is not None:
-        peak = f"{summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s"
-        share = f"{used.brief()[0]} of {peak}" if used.utilization is not None else f"no MFU: the peak of {peak} is too low"
-        exposed = "" if used.exposed is None else f" · exposed communication {used.exposed:.0%}"
-        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {share}{exposed}")
+        peak, load = f"{summary['peak_flops_per_second'] / GIGA:,.1f} Gflop/s", summary["peak_load"]
+        peak += ", as stated" if load is None else f", the best of two measurements (load {load:.1f})"
+        share = f"{used.brief()[0]} of {peak}" if used.utilization is not None else f"no MFU: the peak is too low, {peak}"
+        lines.insert(2, f"model FLOPs {used.flops_per_second / GIGA:,.1f} Gflop/s, {share}")
     if summary["checkpoint_cpu_seconds"]:
         blocked, cpu = summary["checkpoint_blocked_seconds"], summary["checkpoint_cpu_seconds"]
         lines.append(f"checkpoints: steps waited {blocked:.2f} s for them, and their threads took {cpu:.2f} s of the cores")
@@ -323,6 +323,12 @@ def report(summary: dict[str, Any]) -> str:
     if summary["plot"] is not None:
         lines.append(f"plot: {summary['plot']}")
     return "\n".join(lines)
+
+
+def for_a_core(summary: Mapping[str, Any]) -> str:
+    """What waiting means where ranks outnumber the cores; empty elsewhere."""
+    ranks, cores = summary["ranks"], summary["cores"]
+    return f", for a core too: {ranks} ranks share {cores}" if summary["waited_seconds"] is not None and ranks > cores else ""
 
 
 def _number(value: float | None, form: str) -> str:

@@ -46,7 +46,7 @@ from .optimizer import clip_factor, learning_rate
 from .precision import torch_dtype
 from .prepare import Run, Votes, prepare
 from .progress import Progress
-from .utilization import StepWork, model_flops, peak_flops
+from .utilization import StepWork, load_average, model_flops, peak_flops
 
 WRITING = 1 << 26
 """The vote of a rank that writes a checkpoint: more than all the ranks that may be asked to end."""
@@ -105,7 +105,14 @@ def train(
             traced.check(run.done, config.train.steps)
         run.grid.ledger.ranges = ranges
         flight.keep_in(folder)
-        recorder = MetricsWriter(run.folder / "metrics.jsonl", comm, run.done, _work(run, progress), config.train.tensorboard)
+        recorder = MetricsWriter(
+            run.folder / "metrics.jsonl",
+            comm,
+            run.done,
+            _work(run, progress),
+            config.train.tensorboard,
+            torch.get_num_threads(),
+        )
         progress.say(_opening(run))
         progress.start(run.done)
         began = time.perf_counter()
@@ -284,7 +291,9 @@ def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress
     entries = metrics.read(run.folder / "metrics.jsonl") if comm.rank == 0 else []
     plot = _draw(run, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
-    summary = _account(run, recorder.account, entries, seconds)
+    account, dtype = recorder.account, torch_dtype(run.config.dtype)
+    account.work = account.work.measured_again(run.config.train, run.grid, run.device, dtype)
+    summary = _account(run, account, entries, seconds)
     blocked, cpu = (0.0, 0.0) if run.writer is None else (run.writer.blocked, run.writer.cpu)
     summary |= {"checkpoint_blocked_seconds": comm.allreduce(blocked, MPI.MAX), "checkpoint_cpu_seconds": comm.allreduce(cpu)}
     summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
@@ -337,10 +346,11 @@ def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], 
         "tokens_per_second": account.tokens / account.seconds if account.seconds else None,
         "model_flops": account.work.flops,
         "peak_flops_per_second": account.work.peak,
+        "peak_load": account.work.load,
         "words_per_rank": account.words,
         "bytes_by_dtype": _bytes_by_dtype(run),
         "skipped_steps": run.loss_scale.skipped,
-        "cores": account.cores,
+        "cores": account.core_time.cores,
         "communication_share": None,
         "waited_seconds": None,
         "exposed_communication": None,
@@ -385,7 +395,7 @@ def _work(run: Run, progress: Progress) -> StepWork:
         progress.doing("measuring a product")
     peak = peak_flops(settings, run.grid, run.device, dtype)
     flops = model_flops(run.model, run.config.model, settings.batch)
-    return StepWork(flops, peak, run.device.type == "cpu")
+    return StepWork(flops, peak, run.device.type == "cpu", None if settings.peak_tflops else load_average())
 
 
 def _parameters(run: Run) -> int:

@@ -84,22 +84,24 @@ class Stopwatch:
 
 @dataclass(frozen=True)
 class CoreTime:
-    """The use of the cores: shares of cores × wall seconds, from CPU seconds that are summed over ranks.
+    """Where the time of the cores goes that ranks compute on: shares, which sum to 1.
 
     Attributes
     ----------
-    arithmetic : CPU time outside communication calls
-    communication : CPU time inside communication calls; None where no words were moved
-    idle : the rest: cores that slept or ran other processes
-    waited : wall seconds inside communication calls without CPU time, the mean over ranks; None where no words were moved.
-        Waited is not a share of the cores: where ranks outnumber cores, one rank waits while another computes.
-    exposed : share of the wall seconds inside communication calls, the mean over ranks; None where no words were moved, and on
-        devices, whose communications may be hidden behind their work
+    cores : those that the ranks' threads use
+    arithmetic : processor time outside communication calls
+    communication : time inside communication calls; None where no words were moved. Of a rank with a core of its own all wall
+        seconds inside them, computing and waiting. Where ranks outnumber cores a rank that waits leaves its core to another one:
+        of what they wait, only the time that cores are idle counts. On devices the host's processor time inside the calls
+    idle : the rest
+    waited : wall seconds inside communication calls without processor time, the mean over ranks, and so for a core as well where
+        ranks outnumber the cores; None where no words were moved
+    exposed : `communication` on the host; None on devices, whose communications may be hidden behind their work
     flops_per_second, utilization : model FLOPs per second of all ranks, and their share of the peak (MFU); None where unknown.
         The share is None where it exceeds 1, too.
 
     >>> print(CoreTime.of(cores=2, seconds=10.0, words=8, ranks=4, cpu=(12.0, 4.0, 20.0)))
-    arithmetic 60%, communication 20%, idle 20% of 2 cores · waited 5.00 s
+    arithmetic 60%, communication 40%, idle 0% of 2 cores · waited 5.00 s
     """
 
     cores: int
@@ -113,22 +115,33 @@ class CoreTime:
 
     @classmethod
     def of(
-        cls, cores: int, seconds: float, words: int, ranks: int, cpu: Sequence[float], work: StepWork = NO_WORK, steps: int = 1
+        cls,
+        cores: int,
+        seconds: float,
+        words: int,
+        ranks: int,
+        cpu: Sequence[float],
+        work: StepWork = NO_WORK,
+        steps: int = 1,
+        threads: int = 1,
     ) -> CoreTime:
         """The shares of `seconds` wall seconds, in which `steps` steps were taken.
 
-        `cpu` sums seconds of arithmetic, communication and waiting over all ranks.
+        cores : of all nodes. threads : of a rank. cpu : seconds of arithmetic, communication and waiting, summed over the ranks
         """
-        whole = cores * seconds
-        arithmetic, communication = (part / whole if whole else 0.0 for part in cpu[:2])
-        idle = max(1 - arithmetic - communication, 0.0)
+        used, homes = min(cores, ranks * threads), min(cores, ranks)  # cores, and ranks that can be on one at a time
+        computing, moving, waiting = (part / (homes * seconds) if seconds else 0.0 for part in cpu)
+        arithmetic = min(computing * homes / used, 1.0)
+        if ranks > cores:
+            waiting = min(waiting, max(1 - computing - moving, 0.0))
+        communication = min(moving + waiting * work.on_host, 1 - arithmetic)
         rate = work.flops * steps / seconds if work.flops and seconds else None
         share = rate / work.peak if rate and work.peak else None
         rates = rate, share if share is None or share <= 1 else None  # more is no share: the peak was measured under load
         if not words:
-            return cls(cores, arithmetic, None, idle, None, None, *rates)
-        exposed = min((cpu[1] + cpu[2]) / ranks / seconds, 1.0) if work.on_host and seconds else None
-        return cls(cores, arithmetic, communication, idle, cpu[2] / ranks, exposed, *rates)
+            return cls(used, arithmetic, None, 1 - arithmetic, None, None, *rates)
+        exposed = communication if work.on_host else None
+        return cls(used, arithmetic, communication, 1 - arithmetic - communication, cpu[2] / ranks, exposed, *rates)
 
     def __str__(self) -> str:
         shares = [f"arithmetic {self.arithmetic:.0%}"]
@@ -138,10 +151,10 @@ class CoreTime:
         return f"{', '.join(shares)}, idle {self.idle:.0%} of {self.cores} cores{waited}"
 
     def brief(self) -> list[str]:
-        """The use that is worth a look at every step: MFU, exposed communication and model FLOP/s, as far as they are known."""
+        """The use that is worth a look at every step: MFU, communication and model FLOP/s, as far as they are known."""
         found = [] if self.utilization is None else [f"MFU {self.utilization:.{0 if self.utilization >= 0.1 else 1}%}"]
         if self.exposed is not None:
-            found.append(f"exposed {self.exposed:.0%}")
+            found.append(f"communication {self.exposed:.0%}")
         if self.flops_per_second is not None:
             found.append(f"{self.flops_per_second / 1e9:,.1f} Gflop/s")
         return found
@@ -162,11 +175,15 @@ class CoreTime:
 
 @dataclass
 class Account:
-    """Sums over the steps of a run, on rank 0; `cpu` sums seconds of arithmetic, communication and waiting over all ranks."""
+    """Sums over the steps of a run, on rank 0; `cpu` sums seconds of arithmetic, communication and waiting over all ranks.
+
+    cores : of all nodes. threads : of a rank
+    """
 
     cores: int
     ranks: int = 1
     work: StepWork = NO_WORK
+    threads: int = 1
     steps: int = 0
     seconds: float = 0.0
     cpu: tuple[float, float, float] = (0.0, 0.0, 0.0)
@@ -181,12 +198,12 @@ class Account:
         self.cpu = arithmetic, communication, waited
         self.tokens += step.tokens
         self.words = max(self.words, words)
-        return CoreTime.of(self.cores, step.seconds, words, self.ranks, cpu, self.work)
+        return CoreTime.of(self.cores, step.seconds, words, self.ranks, cpu, self.work, threads=self.threads)
 
     @property
     def core_time(self) -> CoreTime:
         """The use of the cores over all steps."""
-        return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu, self.work, self.steps)
+        return CoreTime.of(self.cores, self.seconds, self.words, self.ranks, self.cpu, self.work, self.steps, self.threads)
 
 
 class MetricsWriter:
@@ -197,12 +214,18 @@ class MetricsWriter:
     """
 
     def __init__(
-        self, path: Path, comm: MPI.Intracomm, resumed_at: int, work: StepWork = NO_WORK, tensorboard: bool = False
+        self,
+        path: Path,
+        comm: MPI.Intracomm,
+        resumed_at: int,
+        work: StepWork = NO_WORK,
+        tensorboard: bool = False,
+        threads: int = 1,
     ) -> None:
         from ..comm.nodes import Nodes
 
         self.comm = comm.Dup()
-        self.account = Account(Nodes.of(comm).total_cores, comm.size, work)
+        self.account = Account(Nodes.of(comm).total_cores, comm.size, work, threads)
         self.core_time: CoreTime | None = None
         self._mine = np.zeros(4)
         self._all = np.zeros((comm.size, 4)) if comm.rank == 0 else None

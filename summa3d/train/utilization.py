@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -36,11 +37,25 @@ class StepWork:
     flops : model FLOPs of the step
     peak : FLOP/s of the products of all ranks together
     on_host : whether ranks compute on the host, where nothing is computed inside communication calls
+    load : load average of rank 0's node when the peak was measured; None where it is stated, or unknown
     """
 
     flops: float = 0.0
     peak: float = 0.0
     on_host: bool = True
+    load: float | None = None
+
+    def measured_again(self, settings: TrainConfig, grid: BaseGrid, device: torch.device, dtype: torch.dtype) -> StepWork:
+        """The same against the higher of its peak and another measured one: other work may have slowed the first. Collective."""
+        if settings.peak_tflops or not self.flops:
+            return self
+        peak, load = peak_flops(settings, grid, device, dtype), load_average()
+        return replace(self, peak=peak, load=load) if peak > self.peak else self
+
+
+def load_average() -> float | None:
+    """The load average of the last minute, where the system has one."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
 
 
 def model_flops(model: Model, config: ModelConfig, rows: int) -> int:

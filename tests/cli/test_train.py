@@ -89,7 +89,7 @@ def test_resume_needs_no_configuration_and_json_is_one_line(trained: tuple[Path,
     assert summary["validation_loss"] == metrics_of(folder)[-1]["validation_loss"]
     assert summary == json.loads((folder / "run" / "summary.json").read_text())
     low = report({**summary, "mfu": None, "model_flops_per_second": 2e9, "peak_flops_per_second": 1e9})
-    assert "model FLOPs 2.0 Gflop/s, no MFU: the peak of 1.0 Gflop/s is too low" in low
+    assert "model FLOPs 2.0 Gflop/s, no MFU: the peak is too low, 1.0 Gflop/s, as stated" in low
     again = summa3d("train", "--run", folder / "run", "--resume", "--set", "train.steps=8")
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout == f"nothing to do: {folder / 'run'} has taken its 8 steps; raise train.steps to continue\n"

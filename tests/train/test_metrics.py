@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_clock import FakeClock
 from mpi4py import MPI
@@ -50,28 +51,51 @@ def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp
     if comm.rank == 0:
         cores = len(os.sched_getaffinity(0))
         assert recorder.account.cores == cores
-        arithmetic, communication = comm.size * 0.25 / (cores * 2.0), comm.size * 0.125 / (cores * 2.0)
-        idle, waited = 1 - arithmetic - communication, 0.5 + (comm.size - 1) / 2
-        assert [lines[0][name] for name in SHARES] == pytest.approx(
-            [arithmetic, communication, idle, waited, (0.125 + waited) / 2]
-        )
+        used, waited = min(cores, comm.size), 0.5 + (comm.size - 1) / 2
+        whole = used * 2.0  # seconds of the cores that ranks are on
+        arithmetic = comm.size * 0.25 / whole
+        waits = comm.size * waited / whole
+        if comm.size > cores:  # others compute while a rank waits
+            waits = min(waits, 1 - comm.size * 0.375 / whole)
+        communication = comm.size * 0.125 / whole + waits
+        idle = 1 - arithmetic - communication
+        assert [lines[0][name] for name in SHARES] == pytest.approx([arithmetic, communication, idle, waited, communication])
         assert [lines[0][name] for name in RATES] == [1.5e9, 0.25]  # 3 GFLOP in 2 s
         for found, times in ((recorder.core_time, waited), (recorder.account.core_time, 2 * waited)):
-            wanted = (arithmetic, communication, idle, times, (0.125 + waited) / 2, 1.5e9, 0.25)
-            assert found == CoreTime(cores, *(pytest.approx(part) for part in wanted))
+            wanted = (arithmetic, communication, idle, times, communication, 1.5e9, 0.25)
+            assert found == CoreTime(used, *(pytest.approx(part, abs=1e-12) for part in wanted))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_figure_contradicts_another(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    cores, ranks, seconds = int(random.integers(1, 9)), int(random.integers(1, 17)), float(random.uniform(0.1, 9))
+    inside = random.uniform(0, seconds, ranks)  # wall seconds of each rank in communication calls
+    shared = min(cores / ranks, 1)
+    cpu = [float((seconds - inside).sum() * shared * 0.999), float(inside.sum() * shared * 0.3), float(inside.sum() * 0.7)]
+    arithmetic_flops = 1e9 * cpu[0] * 0.9  # of a peak of 1 Gflop/s a core
+    found = CoreTime.of(cores, seconds, 5, ranks, cpu, StepWork(arithmetic_flops, 1e9 * min(cores, ranks)))
+    assert found.communication == found.exposed is not None and found.utilization is not None
+    assert found.arithmetic + found.communication + found.idle == pytest.approx(1) and min(found.idle, found.communication) >= 0
+    assert found.utilization + found.exposed <= 1 + 1e-9
 
 
 def test_a_run_that_moves_no_word_has_no_figure_of_communication() -> None:
     alone = CoreTime.of(cores=2, seconds=10.0, words=0, ranks=1, cpu=(8.0, 0.0, 0.0))
-    assert alone == CoreTime(2, 0.4, None, 0.6, None)
-    assert str(alone) == "arithmetic 40%, idle 60% of 2 cores"
-    assert alone.entries() == {"arithmetic_share": 0.4, "idle_share": 0.6}
+    assert alone == CoreTime(1, 0.8, None, pytest.approx(0.2), None)  # the other core is no rank's
+    assert str(alone) == "arithmetic 80%, idle 20% of 1 cores"
+    team = CoreTime.of(cores=2, seconds=10.0, words=0, ranks=1, cpu=(8.0, 0.0, 0.0), threads=2)
+    assert team.entries() == {"arithmetic_share": 0.4, "idle_share": 0.6} and team.cores == 2
 
 
 def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
     found = CoreTime.of(cores=4, seconds=10.0, words=7, ranks=8, cpu=(20.0, 6.0, 16.0))
-    assert found == CoreTime(4, 0.5, 0.15, pytest.approx(0.35), 2.0, exposed=0.275)
-    assert str(found) == "arithmetic 50%, communication 15%, idle 35% of 4 cores · waited 2.00 s"
+    assert found == CoreTime(4, 0.5, 0.5, 0, 2.0, exposed=0.5)  # of 16 s that ranks wait, cores are idle in 14
+    assert str(found) == "arithmetic 50%, communication 50%, idle 0% of 4 cores · waited 2.00 s"
+    alone = CoreTime.of(cores=64, seconds=10.0, words=7, ranks=2, cpu=(3.0, 0.2, 16.0))
+    assert alone == CoreTime(2, 0.15, pytest.approx(0.81), pytest.approx(0.04), 8.0, exposed=alone.communication)
+    team = CoreTime.of(cores=64, seconds=10.0, words=7, ranks=2, cpu=(24.0, 1.0, 3.0), threads=2)
+    assert team == CoreTime(4, 0.6, 0.2, pytest.approx(0.2), 1.5, exposed=0.2)
     above = CoreTime.of(2, 1.0, 7, 2, (1.0, 0.1, 0.0), StepWork(9e9, 8e9))
     assert above.flops_per_second == 9e9 and above.utilization is None and "mfu" not in above.entries()
     assert CoreTime.of(2, 1.0, 7, 2, (2.0, 0.1, 0.0)).idle == 0  # clocks are no exacter than that
@@ -83,7 +107,7 @@ def test_the_progress_line_says_where_the_cores_time_went(capsys: pytest.Capture
         progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (0.5, 0.125, 0.25), StepWork(2e9, 8e9)))
     said = capsys.readouterr().err
     assert said.startswith("step 3/3 100% · 0:00 left · loss 0.3333 · 32 tok/s · MFU 25%")
-    assert said.endswith("2.0 Gflop/s\n") and ("exposed 38%" in said) == (words > 0) == ("exposed" in said)
+    assert said.endswith("2.0 Gflop/s\n") and ("communication 38%" in said) == (words > 0) == ("communication" in said)
     assert CoreTime.of(2, 1.0, words, 1, (0.5, 0.1, 0.2), StepWork(on_host=False)).exposed is None  # a device hides it, or not
 
 

@@ -16,10 +16,10 @@ from summa3d.dry.place import DryPlace
 from summa3d.errors import ConfigError
 from summa3d.nn.context import scheme
 from summa3d.nn.models.registry import build
-from summa3d.train import config
+from summa3d.train import config, utilization
 from summa3d.train.dry_run import predict
 from summa3d.train.loop import train
-from summa3d.train.utilization import model_flops, peak_flops
+from summa3d.train.utilization import StepWork, model_flops, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,20 @@ def test_the_peak_is_what_is_stated_or_a_product_of_this_machine() -> None:
         assert peak_flops(stated, grid, torch.device("cpu"), torch.float32) == 0.25e12
         measured = small_config("text", train__peak_tflops=0).train
         assert 1e8 < peak_flops(measured, grid, torch.device("cpu"), torch.float32) < 1e14
+
+
+def test_a_peak_that_was_measured_under_load_is_replaced_by_a_higher_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings, cpu = small_config("text", train__peak_tflops=0).train, torch.device("cpu")
+    peaks = iter([3e9, 2e9])
+    monkeypatch.setattr(utilization, "peak_flops", lambda *arguments: next(peaks))
+    monkeypatch.setattr(utilization, "load_average", lambda: 0.25)
+    with Grid(MPI.COMM_SELF, {"x": 1}) as grid:
+        work = StepWork(1e9, 2.5e9, load=9.0)
+        work = work.measured_again(settings, grid, cpu, torch.float32)
+        assert (work.peak, work.load) == (3e9, 0.25)
+        assert work.measured_again(settings, grid, cpu, torch.float32) is work
+        stated = small_config("text", train__peak_tflops=0.25).train
+        assert work.measured_again(stated, grid, cpu, torch.float32) is work
 
 
 @pytest.mark.mpi(sizes=(2,))
