@@ -122,10 +122,28 @@ def operands(plan: Any, grid: BaseGrid, element: Element, dtype: str, device: st
 
 
 class ProductRunner:
-    """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`."""
+    """An entry of the benchmark with its distributed operands and its executor. Its constructor is collective over `world`.
 
-    def __init__(self, entry: ProductEntry, world: MPI.Intracomm) -> None:
-        self.entry, self.ranks, problem = entry, entry.ranks, entry.problem
+    Parameters
+    ----------
+    factors : α and β
+    values : the elements of A, B and C; those of a race are a cheap function
+    raced : whether products may leave C as they find it; else each begins with the same C
+    check : whether memory is left to compare C with a serial product
+    transport : of device arrays
+    """
+
+    def __init__(
+        self,
+        entry: ProductEntry,
+        world: MPI.Intracomm,
+        factors: tuple[float, float] = (1.0, 0.0),
+        values: Element | None = None,
+        raced: bool = True,
+        check: bool = False,
+        transport: str | None = None,
+    ) -> None:
+        self.entry, self.ranks, self.factors, problem = entry, entry.ranks, factors, entry.problem
         if entry.ranks > world.size:
             raise ConfigError(f"{entry.label} needs {entry.ranks} ranks; {world.size} were started.")
         found = algorithm(entry.algorithm)
@@ -136,44 +154,60 @@ class ProductRunner:
         self.here = world.rank < entry.ranks
         if self.here:
             self.comm = world.Create_group(world.Get_group().Incl(range(entry.ranks)))
-            self.grid = Grid(self.comm, dict(entry.grid))
-        need = peak_bytes(found, self.plan, self.grid, problem.dtype, problem.device, raced=True) if self.here else 0
+            self.grid = Grid(self.comm, dict(entry.grid), transport=transport)
+        need = peak_bytes(found, self.plan, self.grid, problem.dtype, problem.device, check, raced) if self.here else 0
         require(need, world)
         if not self.here:
             return
         self.clock = Clock(self.grid)
         self.executor = found.executor(self.plan, self.grid)
-        self.a, self.b, self.c = operands(self.plan, self.grid, element, problem.dtype, problem.device)
+        self.a, self.b, self.c = operands(self.plan, self.grid, values or element, problem.dtype, problem.device)
+        self._before = None if raced else self.c.block.copy()
+
+    def begin(self) -> None:
+        """Give C the elements that it begins with."""
+        if self._before is not None:
+            self.c.block[...] = self._before
+            settle(self.c.block)
 
     def run(self) -> None:
         """Run one product and wait for its result; collective over the entry's ranks."""
-        self.executor.run(self.a.block, self.b.block, self.c.block)
+        self.executor.run(self.a.block, self.b.block, self.c.block, *self.factors)
         settle(self.c.block)
 
     def seconds(self) -> float:
         """Seconds of one product, over all ranks of the entry; 0 on ranks outside its grid."""
         if not self.here:
             return 0.0
+        self.begin()
         with self.grid.ledger.run(self.entry.label):
             return self.clock.spans(self.run)[0]
 
-    def moved(self) -> dict[str, int]:
-        """What one product moves and takes, the largest over ranks; all ranks' cores; words by the closed form; and `split`.
+    def moved(self) -> dict[str, Any]:
+        """What one product moves and takes, the largest over ranks; all ranks' cores; both by the closed form; and `split`.
 
         Collective over the entry's ranks; {} on ranks outside its grid.
         """
         if not self.here:
             return {}
+        self.begin()
         self.grid.ledger.reset_peak()
         with self.grid.ledger.watch() as account:
             self.run()
-        mine = (account.words, account.messages, self.grid.ledger.workspace_peak, threads_of_rank())
-        most = [max(values) for values in zip(*self.comm.allgather(mine), strict=True)]
-        names = ("words_per_rank", "messages_per_rank", "workspace_bytes", "threads")
+        node = sum(self.grid[axis].node_bytes or 0 for axis in self.grid.shape)
+        mine = (account.words, account.messages, self.grid.ledger.workspace_peak, node, threads_of_rank())
+        of_ranks = self.comm.allgather(mine)
+        names = ("words_per_rank", "messages_per_rank", "workspace_bytes", "node_bytes", "threads")
         problem, grid, found = self.entry.problem, self.grid, algorithm(self.entry.algorithm)
         costs = found.volume(self.plan, grid.shape, problem.dtype, grid.staged, problem.device == "cuda")
-        about = {"cores": Nodes.of(self.comm).total_cores, "words_per_rank_formula": costs.max_words}
-        return {**dict(zip(names, most, strict=True)), **about, "split": split(grid.ledger, self.seconds, self.comm)}
+        return {
+            **{name: max(values) for name, values in zip(names, zip(*of_ranks, strict=True), strict=True)},
+            "cores": Nodes.of(self.comm).total_cores,
+            "words_per_rank_formula": costs.max_words,
+            "words_mean": sum(words for words, *_ in of_ranks) / len(of_ranks),
+            "workspace_bytes_formula": max(cost.workspace for cost in costs.costs()) * self.a.block.itemsize,
+            "split": split(grid.ledger, self.seconds, self.comm),
+        }
 
     def free(self) -> None:
         """Free the entry's grid and communicator; collective over the entry's ranks."""
@@ -225,6 +259,9 @@ def run_benchmark(
     numpy_threads: int = 0,
     file: Path | None = None,
     ranges: Ranges | None = None,
+    make: Callable[[ProductEntry, MPI.Intracomm], ProductRunner] = ProductRunner,
+    ready: Callable[[], None] = lambda: None,
+    further: Callable[[ProductRunner], Mapping[str, Any]] = lambda runner: {},
 ) -> dict[str, Any]:
     """Run the benchmark: in each round, every entry runs once; collective over `world`, complete on rank 0.
 
@@ -234,11 +271,14 @@ def run_benchmark(
     numpy_threads : threads of numpy's product, which runs in every round too; 0 leaves it out
     file : trace of one more round
     ranges : NVTX ranges, which show that round to a profiler
+    make : makes the runner of an entry. ready : called once all are made, which had the memory
+    further : further columns of a row, from its runner; collective over the entry's ranks
 
     Returns `rows` with min, median, max and all seconds, Gflop/s, and the largest words, messages and bytes of workspace over
     ranks, and `numpy`, the times of numpy for each problem.
     """
-    runners = [ProductRunner(entry, world) for entry in entries]
+    runners = [make(entry, world) for entry in entries]
+    ready()
     problems = dict.fromkeys(entry.problem for entry in entries) if numpy_threads else ()
     numpys = [NumpyRunner(problem, world, numpy_threads) for problem in problems]
     contenders: list[ProductRunner | NumpyRunner] = [*runners, *numpys]
@@ -257,7 +297,7 @@ def run_benchmark(
         _show(runners, world, file, ranges)
     moved = []
     for runner in runners:
-        moved.append(runner.moved())
+        moved.append({**runner.moved(), **(further(runner) if runner.here else {})})
         sleep_until_all_are_here(world)
         runner.free()
     counted = iter([seconds[1:] for seconds in times])

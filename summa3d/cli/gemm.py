@@ -7,21 +7,22 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from math import prod
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from ..bench.capacity import peak_bytes, require
-from ..bench.traced import show
 from ..comm.device.arrays import DEVICES, numpy_dtype, quiet
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..files import grid_of
 from ..launch.runtime import on_all_cores, usable_cores
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
+
+if TYPE_CHECKING:
+    from ..bench.products import ProductEntry, ProductRunner
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 CHOOSES = "Choose by the times that are predicted for this described cluster."
@@ -106,7 +107,8 @@ def run(args: argparse.Namespace) -> int:
     """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..bench.machine import machine
+    from ..bench.machine import machine as machine_facts
+    from ..bench.predicted import of_product
     from ..comm.device.select import requested_device, take_device
     from ..comm.transport.select import requested
 
@@ -120,19 +122,23 @@ def run(args: argparse.Namespace) -> int:
     check_trace_arguments(args, MPI.COMM_WORLD)
     if args.device == "cuda":
         take_device(MPI.COMM_WORLD)
-    algorithm, plan, shape, chosen = decided(args, MPI.COMM_WORLD)
-    found = machine(MPI.COMM_WORLD, probe=False)
-    result = measure(args, algorithm, plan, shape, MPI.COMM_WORLD, chosen) | {"ranks": MPI.COMM_WORLD.size, "machine": found}
+    machine = machine_of(args.cluster, args.device, MPI.COMM_WORLD)
+    entry, chosen = decided(args, MPI.COMM_WORLD, machine)
+    facts = {"ranks": MPI.COMM_WORLD.size, "machine": machine_facts(MPI.COMM_WORLD, probe=False)}
+    result = measure(args, entry, MPI.COMM_WORLD, chosen)
+    predicted = {"predicted": of_product(entry, machine), "cluster": machine.cluster.name, "assumed": args.cluster is None}
     if MPI.COMM_WORLD.rank == 0:
+        result = {**result, **predicted, **facts}
         print(json.dumps(result) if args.json else table(result), file=sys.stdout, flush=True)
     return 0
 
 
-def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, int], str]:
-    """The algorithm, its plan, its grid, and, where the library has chosen what the command line leaves open, its reasons.
+def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductEntry, str]:
+    """What is run, and, where the library has chosen what the command line leaves open for `machine`, its reasons.
 
-    Collective. Raises ConfigError for an axis or an option that the algorithm does not have.
+    Raises ConfigError for an axis or an option that the algorithm does not have.
     """
+    from ..bench.products import Problem, ProductEntry
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
     from ..gemm.cost.choose import choose
@@ -141,7 +147,6 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
         if args.panel is not None and args.algorithm is None:
             raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only. Name one of them with --algorithm.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
-        machine = machine_of(args.cluster, args.device, comm)
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
         chosen = str(choice)
@@ -155,99 +160,41 @@ def decided(args: argparse.Namespace, comm: Any) -> tuple[Any, Any, dict[str, in
     options = {} if args.panel is None else {"panel": args.panel}
     if not set(options) <= set(algorithm.options):
         raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only (algorithm is {algorithm.name}).")
-    return algorithm, algorithm.plan(args.form, args.m, args.n, args.k, **options), shape, chosen
-
-
-def measure(
-    args: argparse.Namespace, algorithm: Any, plan: Any, shape: dict[str, int], world: Any, chosen: str = ""
-) -> dict[str, Any]:
-    """Run the product, and say before, on stderr, what was chosen, if it fits. Returns the fields of its JSON line; collective.
-
-    Ranks beyond the grid sleep and return {}.
-    """
-    from ..bench.clock import sleep_until_all_are_here
-    from ..bench.products import operands
-    from ..comm.grid import Grid
-
-    used = prod(shape.values())
-    idle = args.grid is None and used < world.size
-    comm = world if not idle else world.Split(int(world.rank >= used), world.rank)
-    result: dict[str, Any] = {}
-    if not idle or world.rank < used:
-        with Grid(comm, shape, transport=args.transport) as grid:
-            require(peak_bytes(algorithm, plan, grid, args.dtype, args.device, args.check), comm)
-            if chosen and world.rank == 0:
-                print(chosen, file=sys.stderr, flush=True)
-            made = operands(plan, grid, element(args.dtype), args.dtype, args.device)
-            result = timed_and_counted(args, algorithm, plan, *made)
-    sleep_until_all_are_here(world)
-    return result
-
-
-def timed_and_counted(args: argparse.Namespace, algorithm: Any, plan: Any, a: Any, b: Any, c: Any) -> dict[str, Any]:
-    """Time a reused executor; count its words, messages and workspace; with --check, compare its result; collective."""
-    from ..bench.clock import Clock
-    from ..bench.machine import threads_of_rank
-    from ..bench.products import Problem, ProductEntry, row_of
-    from ..comm.device.select import settle
-    from ..comm.nodes import Nodes
-
-    grid, old, factors = a.grid, c.block.copy(), (scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype))
-    grid.ledger.reset_peak()
-    executor = algorithm.executor(plan, grid)
-    seconds: list[float] = []
-    clock = Clock(grid)
-
-    def once() -> None:
-        executor.run(a.block, b.block, c.block, *factors)
-        settle(c.block)
-
-    for _ in range(args.repeat + 1):
-        c.block[...] = old
-        settle(c.block)
-        with grid.ledger.watch() as moved:
-            seconds += clock.spans(once)
-    peak = grid.ledger.workspace_peak
-    if args.trace is not None or args.nvtx:
-        c.block[...] = old
-        settle(c.block)
-        show_once(args, clock, once)
-    on_device = args.device == "cuda"
-    costs = algorithm.volume(plan, grid.shape, args.dtype, grid.staged, on_device)
-    words, messages, workspace = (grid.comm.allgather(value) for value in (moved.words, moved.messages, peak))
-    serial_seconds: list[float] = []
-    error = relative_error(args, plan, c, serial_seconds) if args.check else None
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
-    options = {} if args.panel is None else {"panel": args.panel}
-    entry = ProductEntry(algorithm.name, grid.shape, problem, options, args.grid is None and args.algorithm is None)
-    counted = {
-        "threads": max(grid.comm.allgather(threads_of_rank())),
-        "cores": Nodes.of(grid.comm).total_cores,
-        "words_per_rank": max(words),
-        "words_per_rank_formula": costs.max_words,
-        "words_mean": sum(words) / len(words),
-        "messages_per_rank": max(messages),
-        "workspace_bytes": max(workspace),
-        "workspace_bytes_formula": max(cost.workspace for cost in costs.costs()) * a.block.itemsize,
-        "relative_error": error,
-        **({"serial_seconds": median(serial_seconds)} if serial_seconds else {}),
-    }
-    return row_of(entry, seconds[1:], counted)
+    return ProductEntry(algorithm.name, shape, problem, options, args.grid is None and args.algorithm is None), chosen
 
 
-def show_once(args: argparse.Namespace, clock: Any, once: Callable[[], None]) -> None:
-    """Run the product once more, with a trace and with NVTX ranges as the options ask; collective."""
-    from ..comm.profile.trace import Trace, write
+def measure(args: argparse.Namespace, entry: ProductEntry, world: Any, chosen: str = "") -> dict[str, Any]:
+    """Run the product, and say before, on stderr, what was chosen, if it fits. Returns the row of the result; collective.
 
-    ledger, whole = clock.grid.ledger, Trace()
+    The row is complete on rank 0. Ranks beyond the grid sleep, of which there are none where --grid names it.
+    """
+    from ..bench.products import ProductRunner, run_benchmark
+    from ..comm.topology import Topology
 
-    def run() -> None:
-        with ledger.run("product"):
-            once()
+    if args.grid is not None:
+        Topology.checked(entry.grid).check_size(world.size)
+    factors = scalar(args.alpha, args.dtype), scalar(args.beta, args.dtype)
+    make = partial(
+        ProductRunner, factors=factors, values=element(args.dtype), raced=False, check=args.check, transport=args.transport
+    )
 
-    show(ledger, lambda: clock.spans(run), whole, ranges_for(args))
-    if args.trace is not None:
-        write(args.trace, whole, clock.grid.comm)
+    def ready() -> None:
+        if chosen and world.rank == 0:
+            print(chosen, file=sys.stderr, flush=True)
+
+    def checked(runner: ProductRunner) -> dict[str, Any]:
+        if not args.check:
+            return {"relative_error": None}
+        runner.begin()
+        runner.run()
+        seconds: list[float] = []
+        error = relative_error(args, runner.plan, runner.c, seconds)
+        return {"relative_error": error, **({"serial_seconds": median(seconds)} if seconds else {})}
+
+    found = run_benchmark([entry], world, args.repeat, 0, args.trace, ranges_for(args), make, ready, checked)
+    row: dict[str, Any] = found["rows"][0]
+    return row
 
 
 def scalar(value: float, dtype: str) -> float | int:
@@ -328,9 +275,11 @@ def table(result: dict[str, Any]) -> str:
         f"{result['label']}, {result['m']}×{result['n']}×{result['k']} {result['form']} {result['dtype']}, "
         f"{in_ranks(result['ranks'])}",
         f"time      {middle:.2f} ms (min {low:.2f}, max {high:.2f}), {result['gflops']:.1f} Gflop/s",
+        f"predicted {1e3 * result['predicted']:.2f} ms for {'the assumed ' * result['assumed']}cluster {result['cluster']}",
         f"words     {result['words_per_rank']:,} per rank (formula {formula:,}), mean {result['words_mean']:,.1f}",
         f"messages  {result['messages_per_rank']} per rank",
-        f"workspace {result['workspace_bytes']:,} bytes per rank (formula {result['workspace_bytes_formula']:,})",
+        f"workspace {result['workspace_bytes']:,} bytes per rank (formula {result['workspace_bytes_formula']:,}), "
+        f"of the node's memory {result['node_bytes']:,}",
     ]
     if result["relative_error"] is not None:
         serial = 1e3 * result["serial_seconds"]

@@ -17,6 +17,7 @@ import pytest
 from summa3d.bench import capacity
 from summa3d.cli import gemm as command
 from summa3d.gemm import CuboidPlan, volume
+from summa3d.gemm.algorithms.registry import algorithm
 
 FIELDS = {
     *(
@@ -124,6 +125,22 @@ def test_without_algorithm_or_grid_the_chooser_decides_and_says_so():
     assert found["relative_error"] < 1e-14
 
 
+def test_the_prediction_names_its_cluster_and_the_nodes_memory_stands_beside_workspace():
+    sizes = ["--m", "64", "--n", "48", "--k", "40", "--repeat", "1"]
+    lines, *others = jobs.commands([["gemm", *sizes, *more] for more in ([], ["--json"], ["--cluster", "server", "--json"])], 2)
+    assumed, named = (json.loads(done.stdout) for done in others)
+    assert [(one["cluster"], one["assumed"]) for one in (assumed, named)] == [("server", True), ("server", False)]
+        "server",
+        False,
+    )
+    assert assumed["predicted"] == named["predicted"] > 0
+    said = lines.stdout.splitlines()
+    assert said[2] == f"predicted {1e3 * assumed['predicted']:.2f} ms for the assumed cluster server"
+    assert said[5].endswith(f", of the node's memory {assumed['node_bytes']:,}")
+    moved = assumed["words_mean"], assumed["words_per_rank"], assumed["workspace_bytes_formula"]
+    assert moved[0] <= moved[1] == assumed["words_per_rank_formula"] and assumed["workspace_bytes"] == moved[2]
+
+
 BAD = [
     (["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 2 ranks."),
     (["--grid", "two"], "summa3d gemm: argument --grid: 'two' is not a grid; write it as x=2,y=2,z=2; see summa3d help gemm\n"),
@@ -163,10 +180,11 @@ def test_the_memory_that_is_asked_for_is_the_memory_that_is_taken(comm, make_gri
     command.add_arguments(parser)
     words = ["--m", "900", "--n", "700", "--k", "800", "--grid", "x=1", "--dtype", dtype, "--repeat", "1", "--device", "cpu"]
     args = parser.parse_args([*words, "--check"] if check else words)
-    algorithm, plan, shape, _ = command.decided(args, comm)
-    asked = capacity.peak_bytes(algorithm, plan, make_grid(**shape), dtype, "cpu", check)
+    entry, _ = command.decided(args, comm, None)
+    found = algorithm(entry.algorithm)
+    asked = capacity.peak_bytes(found, found.plan("nn", 900, 700, 800), make_grid(**entry.grid), dtype, "cpu", check)
     tracemalloc.start()
-    command.measure(args, algorithm, plan, shape, comm)
+    command.measure(args, entry, comm)
     taken = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert taken * 0.85 < asked < taken * 1.15

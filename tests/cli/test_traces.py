@@ -114,7 +114,7 @@ def test_a_products_trace_has_its_words_messages_products_and_copies_in_their_or
     assert sum(span.args["flops"] for span in products) == (8 if "complex" in arguments else 2) * m * n * k
     for rank in ranks:
         (run,) = rank.tracks["runs"]
-        assert run.name == "product" and not rank.tracks["phases"]
+        assert run.name == result["label"] and not rank.tracks["phases"]
         inside = [*rank.flights, *rank.calls, *rank.tracks["products"], *rank.tracks["copies"]]
         assert rank.of(run, inside) == inside
         assert len(rank.calls) == 2 * len(rank.flights)  # each is begun and waited for once

@@ -167,7 +167,7 @@ def test_a_rank_that_is_silent_in_training_is_named_soon_after_the_limit(tmp_pat
 @pytest.mark.parametrize(
     ("function", "arguments"),
     [
-        ("summa3d.cli.gemm timed_and_counted", PRODUCT),
+        ("summa3d.cli.gemm measure", PRODUCT),
         ("summa3d.bench.products run_benchmark", BENCH),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_rank_that_is_silent_in_another_command_is_named(
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("place", ["", "summa3d.cli.main _yield_while_waiting", "summa3d.cli.gemm timed_and_counted"])
+@pytest.mark.parametrize("place", ["", "summa3d.cli.main _yield_while_waiting", "summa3d.cli.gemm measure"])
 def test_under_launch_a_stopped_rank_is_named_from_its_first_line_on(tmp_path: Path, place: str) -> None:
     ended, seconds = disturbed(tmp_path, f"1 stop {place}", *PRODUCT, launched=True)
     assert ended.status != 0 and seconds < LIMIT + BEYOND, (seconds, ended.stderr)
