@@ -130,9 +130,6 @@ def test_the_prediction_names_its_cluster_and_the_nodes_memory_stands_beside_wor
     lines, *others = jobs.commands([["gemm", *sizes, *more] for more in ([], ["--json"], ["--cluster", "server", "--json"])], 2)
     assumed, named = (json.loads(done.stdout) for done in others)
     assert [(one["cluster"], one["assumed"]) for one in (assumed, named)] == [("server", True), ("server", False)]
-        "server",
-        False,
-    )
     assert assumed["predicted"] == named["predicted"] > 0
     said = lines.stdout.splitlines()
     assert said[2] == f"predicted {1e3 * assumed['predicted']:.2f} ms for the assumed cluster server"
