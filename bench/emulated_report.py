@@ -41,6 +41,28 @@ def lines(race: Mapping[str, Any]) -> Iterator[str]:
         yield f"  {numbers}  {case['label']}"
 
 
+def errors(races: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each race, and one for all: cases, median and range of fastest ÷ predicted − 1, pairs in order of all."""
+    every: list[tuple[float, float]] = []
+    right = pairs = 0
+    for race in [*races, None]:
+        times = every if race is None else [(case["seconds"], min(case["times"])) for case in race["cases"]]
+        if race is not None:  # times of different races are not compared
+            every += times
+            own = list(combinations(times, 2))
+            ordered = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in own)
+            right, pairs = right + ordered, pairs + len(own)
+            order = f"{ordered} of {len(own)}"
+        else:
+            order = f"{right} of {pairs}"
+        off = sorted(got / want - 1 for want, got in times)
+        name = "all" if race is None else title(race)
+        yield name, str(len(times)), f"{median(off):+.0%}", f"{off[0]:+.0%} to {off[-1]:+.0%}", order
+
+
+ERRORS = ("race", "cases", "median error", "range", "pairs in order")
+
+
 def claims(races: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
     """The claims of each race with what was found, and whether they hold."""
     for race in races:
@@ -80,6 +102,7 @@ def block(result: Mapping[str, Any]) -> str:
     for race in result["races"]:
         found += [f"| {title(race)} | {' | '.join(HEADER)} |", "|---" * (len(HEADER) + 1) + "|"]
         found += [f"| {case['label']} | {' | '.join(cells(case))} |" for case in race["cases"]] + [""]
+    found += [f"| {' | '.join(row)} |" for row in (ERRORS, ["---"] * len(ERRORS), *errors(result["races"]))] + [""]
     found += [f"- {verdict(claim, holds)}" for claim, holds in claims(result["races"])]
     return "\n".join([BEGIN, "", *found, "", END])
 
