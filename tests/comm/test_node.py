@@ -15,8 +15,10 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
+from kinds import array, plain
 
 from summa3d.comm.transport import node, node_buffer, node_memory
+from summa3d.comm.transport.slot_collective import IN_ONE_COPY
 from summa3d.errors import ConfigError
 from summa3d.node_support import why_no_node_memory
 
@@ -66,6 +68,26 @@ def test_slots_grow_and_more_may_be_started_than_there_are_slots(comm, make_grid
         pending.wait()
     assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node_buffer.SLOTS + 1)]
     assert axis.node_bytes >= 2 * (3 * words + 5) * 8 // 2
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_view_of_a_slot_that_has_grown_since_an_equal_call_is_of_its_new_memory(comm, make_grid):
+    axis = make_grid(x=2, node_memory=True)["x"]
+    for turn, size in enumerate((3, node_buffer.GRAIN // 8, 3)):
+        for _ in range(node_buffer.SLOTS):
+            view = axis.all_gather(np.full(size, 2.0 * turn + comm.rank), view=True)
+            assert np.array_equal(view, np.repeat([2.0 * turn, 2.0 * turn + 1], size)), (turn, size)
+
+
+@pytest.mark.mpi(sizes=(2, 3))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_large_reduce_scatter_sums_the_part_that_no_other_member_reads_from_its_own_array(comm, make_grid, kind):
+    """Of large arrays each member writes the others' parts alone; for several turns, so that all slots are used again."""
+    axis, rows = make_grid(x=comm.size, node_memory=True)["x"], IN_ONE_COPY // 8
+    mine = slice(rows * comm.rank, rows * (comm.rank + 1))
+    for turn in range(node_buffer.SLOTS + 1):
+        summands = [np.arange(rows * comm.size) * 10.0**member + turn for member in range(comm.size)]
+        assert np.array_equal(plain(axis.reduce_scatter(array(kind, "float64", summands[comm.rank]))), sum(summands)[mine])
 
 
 @pytest.mark.mpi(sizes=(3,))
