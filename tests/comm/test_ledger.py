@@ -109,6 +109,20 @@ def test_a_started_call_is_counted_once_in_the_phase_that_started_it(make_grid, 
 
 @pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("node_memory", [False, True])
+def test_calls_that_are_alike_are_counted_each_in_its_own_phase(make_grid, node_memory):
+    """Prepared ones too, in whatever phase they were prepared."""
+    grid, block = make_grid(x=2, check=False, node_memory=node_memory), np.ones(10)
+    with grid.ledger.phase("optimizer"):
+        prepared = grid["x"].prepare("all_reduce", block)
+    for phase in ("forward", "backward", "forward"):
+        with grid.ledger.phase(phase):
+            grid["x"].all_reduce(block)
+            prepared.start(block).wait()
+    assert [(row.phase, row.amounts.calls) for row in grid.ledger.rows()] == [("forward", 4), ("backward", 2)]
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("node_memory", [False, True])
 def test_waiting_costs_wall_time_and_work_costs_processor_time(make_grid, clock, monkeypatch, node_memory):
     """Seconds are those inside the calls only; a rank that computes between two calls is not charged for it."""
     grid = make_grid(x=2, check=False, node_memory=node_memory)

@@ -168,6 +168,19 @@ def test_memory_that_runs_out_later_leaves_the_call_to_mpi(comm, make_grid, monk
         assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
 
 
+@pytest.mark.mpi(sizes=(3,))
+def test_mpi_gathers_the_shares_of_a_large_sum_where_memory_runs_out_between_sum_and_gather(comm, make_grid, monkeypatch):
+    axis, elements = make_grid(x=3, node_memory=True)["x"], np.arange(node.ALL_REDUCE_LIMIT // 8 + 1.0)
+    mapped = [node_buffer.joined, lambda nbytes, note: None]
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(node_buffer, "joined", lambda nbytes, note: mapped.pop(0)(nbytes, note))
+        total = axis.all_reduce(elements + comm.rank)
+    assert np.array_equal(total, 3 * elements + 3)
+    assert len(mapped) == (0 if comm.rank == 1 else 2)
+    assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
+
+
 def test_a_member_that_is_killed_ends_those_that_sleep(tmp_path):
     (tmp_path / "job.py").write_text(
         "import os, signal\n"
