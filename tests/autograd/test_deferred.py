@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from summa3d.autograd.deferred import DeferredWeightGradient, MicroBatchKey, run_deferred
+from summa3d.autograd.deferred import DeferredWeightGradient, MicroBatchKey, PassState, run_deferred
 from summa3d.autograd.recompute import recompute
 from summa3d.nn import scheme
 from summa3d.nn.layers.fused_linear import FusedLinear
@@ -100,3 +100,14 @@ def test_a_product_whose_input_needs_no_gradient_defers_nothing(comm: Any) -> No
     with layer.context.run_pass(MicroBatchKey(), deferred):
         layer(rows(1).detach()).sum().backward()
     assert deferred == [] and layer.weight.grad.any()
+
+
+def test_a_pass_inside_another_one_has_its_own_key_and_list_and_gives_back_the_outer_ones() -> None:
+    state, outer, inner = PassState(), list[DeferredWeightGradient](), list[DeferredWeightGradient]()
+    with state.of(MicroBatchKey(0, 1), outer):
+        for deferred in (inner, None):
+            with pytest.raises(KeyError), state.of(MicroBatchKey(2, 3), deferred):
+                assert state.key == (2, 3) and state.deferred is deferred
+                raise KeyError
+            assert state.key == (0, 1) and state.deferred is outer
+    assert state.key == (0, 0) and state.deferred is None

@@ -6,6 +6,9 @@ import numpy as np
 import pytest
 
 from summa3d.comm.profile.ledger import Amounts, Ledger
+from summa3d.node_support import why_no_node_memory
+
+node_memory_only = pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}")
 
 
 def line(words):
@@ -106,6 +109,20 @@ def test_a_started_call_is_counted_once_in_the_phase_that_started_it(make_grid, 
 
 @pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("node_memory", [False, True])
+def test_calls_that_are_alike_are_counted_each_in_its_own_phase(make_grid, node_memory):
+    """Prepared ones too, in whatever phase they were prepared."""
+    grid, block = make_grid(x=2, check=False, node_memory=node_memory), np.ones(10)
+    with grid.ledger.phase("optimizer"):
+        prepared = grid["x"].prepare("all_reduce", block)
+    for phase in ("forward", "backward", "forward"):
+        with grid.ledger.phase(phase):
+            grid["x"].all_reduce(block)
+            prepared.start(block).wait()
+    assert [(row.phase, row.amounts.calls) for row in grid.ledger.rows()] == [("forward", 4), ("backward", 2)]
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("node_memory", [False, True])
 def test_waiting_costs_wall_time_and_work_costs_processor_time(make_grid, clock, monkeypatch, node_memory):
     """Seconds are those inside the calls only; a rank that computes between two calls is not charged for it."""
     grid = make_grid(x=2, check=False, node_memory=node_memory)
@@ -117,3 +134,28 @@ def test_waiting_costs_wall_time_and_work_costs_processor_time(make_grid, clock,
         grid["x"].all_reduce(np.ones(3))
         clock.passes(8, cpu=2)
     assert (moved.seconds, moved.cpu_seconds) == (0.5, 0.125)
+
+
+@node_memory_only
+@pytest.mark.mpi(sizes=(2,))
+def test_a_short_call_costs_the_processor_time_that_its_rank_does_not_sleep(make_grid, clock, monkeypatch):
+    """Of one that came before, in the node's memory: the processor's own clock is not read there."""
+    axis, block, awake = make_grid(x=2, check=False, node_memory=True)["x"], np.ones(3), 2**-15
+    calls = (lambda: axis.all_reduce(block)), (lambda: axis.start_all_reduce(block).wait())
+    for call in calls:
+        call()
+    pending = axis.start_all_reduce(block)
+    naps, kind = pending._naps, type(pending._carried)
+    complete = kind.complete
+    pending.wait()
+
+    def sleep_and_complete(carried):
+        clock.passes(0.5 + awake)
+        naps.seconds += 0.5
+        return complete(carried)
+
+    monkeypatch.setattr(kind, "complete", sleep_and_complete)
+    for call in calls:
+        with axis.ledger.watch() as moved:
+            call()
+        assert (moved.calls, moved.seconds, moved.cpu_seconds) == (1, 0.5 + awake, awake)

@@ -15,8 +15,10 @@ from pathlib import Path
 import jobs
 import numpy as np
 import pytest
+from kinds import array, plain
 
 from summa3d.comm.transport import node, node_buffer, node_memory
+from summa3d.comm.transport.slot_collective import IN_ONE_COPY
 from summa3d.errors import ConfigError
 from summa3d.node_support import why_no_node_memory
 
@@ -66,6 +68,26 @@ def test_slots_grow_and_more_may_be_started_than_there_are_slots(comm, make_grid
         pending.wait()
     assert [pending.wait().tolist() for pending in started] == [[2 * turn + 1] * 3 for turn in range(2 * node_buffer.SLOTS + 1)]
     assert axis.node_bytes >= 2 * (3 * words + 5) * 8 // 2
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_view_of_a_slot_that_has_grown_since_an_equal_call_is_of_its_new_memory(comm, make_grid):
+    axis = make_grid(x=2, node_memory=True)["x"]
+    for turn, size in enumerate((3, node_buffer.GRAIN // 8, 3)):
+        for _ in range(node_buffer.SLOTS):
+            view = axis.all_gather(np.full(size, 2.0 * turn + comm.rank), view=True)
+            assert np.array_equal(view, np.repeat([2.0 * turn, 2.0 * turn + 1], size)), (turn, size)
+
+
+@pytest.mark.mpi(sizes=(2, 3))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_large_reduce_scatter_sums_the_part_that_no_other_member_reads_from_its_own_array(comm, make_grid, kind):
+    """Of large arrays each member writes the others' parts alone; for several turns, so that all slots are used again."""
+    axis, rows = make_grid(x=comm.size, node_memory=True)["x"], IN_ONE_COPY // 8
+    mine = slice(rows * comm.rank, rows * (comm.rank + 1))
+    for turn in range(node_buffer.SLOTS + 1):
+        summands = [np.arange(rows * comm.size) * 10.0**member + turn for member in range(comm.size)]
+        assert np.array_equal(plain(axis.reduce_scatter(array(kind, "float64", summands[comm.rank]))), sum(summands)[mine])
 
 
 @pytest.mark.mpi(sizes=(3,))
@@ -144,6 +166,19 @@ def test_memory_that_runs_out_later_leaves_the_call_to_mpi(comm, make_grid, monk
     assert np.array_equal(large, np.repeat(range(3), node_buffer.GRAIN))
     for _ in range(3):
         assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_mpi_gathers_the_shares_of_a_large_sum_where_memory_runs_out_between_sum_and_gather(comm, make_grid, monkeypatch):
+    axis, elements = make_grid(x=3, node_memory=True)["x"], np.arange(node.ALL_REDUCE_LIMIT // 8 + 1.0)
+    mapped = [node_buffer.joined, lambda nbytes, note: None]
+    with monkeypatch.context() as patch:
+        if comm.rank == 1:
+            patch.setattr(node_buffer, "joined", lambda nbytes, note: mapped.pop(0)(nbytes, note))
+        total = axis.all_reduce(elements + comm.rank)
+    assert np.array_equal(total, 3 * elements + 3)
+    assert len(mapped) == (0 if comm.rank == 1 else 2)
+    assert axis.all_reduce(np.ones(2)).tolist() == [3, 3]
 
 
 def test_a_member_that_is_killed_ends_those_that_sleep(tmp_path):

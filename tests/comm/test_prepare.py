@@ -159,8 +159,9 @@ def test_what_cannot_be_prepared_is_refused_with_what_can(comm, make_grid):
 
 @pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("node_memory", WAYS)
-def test_a_freed_grid_refuses_what_was_prepared_before(comm, make_grid, node_memory):
-    grid = make_grid(x=2, node_memory=node_memory)
+@pytest.mark.parametrize("check", [False, True])
+def test_a_freed_grid_refuses_what_was_prepared_before(comm, make_grid, node_memory, check):
+    grid = make_grid(x=2, node_memory=node_memory, check=check)
     gather = grid["x"].prepare("all_gather", np.ones(3))
     gather.run(np.ones(3))
     grid.free()

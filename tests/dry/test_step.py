@@ -14,6 +14,7 @@ from pairs import turns
 from summa3d.kernels import reference
 
 from summa3d.comm.device.arrays import overlap
+from summa3d.comm.transport.node_memory import SLOTS
 from summa3d.dry import step as dry_step
 from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes
@@ -86,6 +87,13 @@ def test_operations_carry_their_layers_and_phases_and_every_move_is_waited_for()
 def test_what_no_slot_of_a_node_can_hold_is_gathered_in_a_dry_run_too() -> None:
     axis = DryPlace({"y": 2}, ranks_per_node=2)["y"]
     assert axis.start_all_gather(torch.empty(2**32, device="meta")).wait().shape == (2**33,)
+
+
+def test_more_may_be_started_than_there_are_slots_in_a_dry_run_too() -> None:
+    """Who takes a slot again has its last result combined first; it stays there for who waits for it, in any order."""
+    axis = DryPlace({"y": 2}, ranks_per_node=2)["y"]
+    started = [axis.start_all_gather(torch.empty(rows)) for rows in range(1, 2 * SLOTS + 2)]
+    assert [pending.wait().shape for pending in started[::-1]] == [(2 * rows,) for rows in range(2 * SLOTS + 1, 0, -1)]
 
 
 def test_a_step_multiplies_as_much_as_its_matrices_say() -> None:

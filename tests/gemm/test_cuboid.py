@@ -156,6 +156,7 @@ def test_blocks_that_are_not_the_plans_are_refused_before_anything_moves(comm, m
     cuboid = Cuboid(plan, grid)
     a, b, c = np.zeros((4, 2)), np.zeros((1, 6)), np.zeros((2, 6))
     assert cuboid.run(a, b, c) is c
+    assert cuboid.run(a, b).shape == c.shape  # blocks like these are known to be right from now on
     with grid.ledger.watch() as moved:
         for blocks, message in (
             ((a.T, b), r"block of A has shape \(2, 4\); .* expects \(4, 2\)"),

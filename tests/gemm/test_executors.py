@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from kinds import array
 
+from summa3d.comm.grid import Place
 from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul
 from summa3d.gemm.algorithms.registry import ALGORITHMS
+from summa3d.gemm.algorithms.workspace import Workspace
 from summa3d.gemm.executors import Executors, executors_of
 
 GRIDS = {1: (1, 1, 1), 2: (1, 1, 2), 4: (2, 1, 2)}
@@ -69,8 +71,9 @@ def test_forms_and_factors_of_the_same_two_matrices_take_turns(comm, make_grid):
 
 
 @pytest.mark.mpi(sizes=(1, 2))
-def test_dtypes_and_libraries_do_not_share_workspace(comm, make_grid):
-    grid = grid_of(comm, make_grid)
+@pytest.mark.parametrize("check", [False, True])
+def test_dtypes_and_libraries_do_not_share_workspace(comm, make_grid, check):
+    grid = grid_of(comm, make_grid, check=check)
     kinds = [("numpy", "float64"), ("numpy", "float32"), ("torch", "float64"), ("numpy", "float16")]
     for count, (kind, dtype) in enumerate(kinds, 1):
         (_, A), (_, B) = operands(grid, CuboidPlan("nn", 8, 8, 8), dtype=dtype, kind=kind)
@@ -109,6 +112,16 @@ def test_the_least_recently_used_goes_when_the_bytes_are_too_many(comm, make_gri
     assert use(2) is not two
     use(4, words=300)  # more than all may hold: nothing is kept
     assert (len(executors), executors.nbytes) == (0, 0)
+
+
+def test_workspace_that_grows_lets_go_of_what_it_had():
+    """Of all shapes that it was used in, which come again and again."""
+    place, like = Place({"x": 1}), np.empty(0)
+    workspace = Workspace(place)
+    for rows in (2, 3, 5):
+        for columns in (2, 3):
+            assert workspace.buffer("a", (rows, columns), like).shape == (rows, columns)
+    assert workspace.nbytes == place.ledger.workspace_bytes == 5 * 3 * 8
 
 
 @pytest.mark.mpi(sizes=(2,))
