@@ -34,9 +34,8 @@ from ..nn.schemes.registry import SCHEME_SPECS
 from ..nn.schemes.scheme import Scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
-from .race import raced
+from .race import raced, show, split
 from .statistics import times_of
-from .traced import show, split
 
 if TYPE_CHECKING:
     from mpi4py import MPI

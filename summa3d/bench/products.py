@@ -31,10 +31,9 @@ from ..launch.runtime import on_all_cores
 from .capacity import peak_bytes, require, serial_bytes
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank
-from .race import raced
+from .race import raced, show, split
 from .series import same_problem
 from .statistics import times_of
-from .traced import show, split
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,19 +1,26 @@
-"""The rounds of a race: every contender once a round, so that what else the machine does falls on all alike."""
+"""A race: every entry runs once a round, so that what else the machine does falls on all alike; and one more run, traced."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from .clock import sleep_until_all_are_here
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+    from ..comm.profile.ledger import Ledger
+    from ..comm.profile.nvtx import Ranges
+    from ..comm.profile.trace import Trace
+
+COMPUTE, OTHER = "compute", "other"
 Span = TypeVar("Span", covariant=True)
 
 
-class Racer(Protocol, Generic[Span]):
+class RaceEntry(Protocol, Generic[Span]):
     """What is timed: on its first `ranks` ranks, while the others sleep."""
 
     ranks: int
@@ -23,21 +30,48 @@ class Racer(Protocol, Generic[Span]):
         ...
 
 
-def raced(racers: Sequence[Racer[Span]], rounds: int, world: MPI.Intracomm) -> list[list[Span]]:
-    """Seconds of every racer in `rounds` interleaved rounds, after one that is not counted; collective over `world`.
+def raced(entries: Sequence[RaceEntry[Span]], rounds: int, world: MPI.Intracomm) -> list[list[Span]]:
+    """Seconds of every entry in `rounds` interleaved rounds, after one that is not counted; collective over `world`.
 
-    Where ranks were idle, or will be, a racer runs once before it is timed: idle cores and cold caches make the first run of a
+    Where ranks were idle, or will be, an entry runs once before it is timed: idle cores and cold caches make the first run of a
     product slower by a fifth.
     """
-    times: list[list[Span]] = [[] for _ in racers]
+    times: list[list[Span]] = [[] for _ in entries]
     idle = False
     for _ in range(rounds + 1):
-        for racer, taken in zip(racers, times, strict=True):
-            partial = racer.ranks < world.size
+        for entry, taken in zip(entries, times, strict=True):
+            partial = entry.ranks < world.size
             if idle or partial:
                 sleep_until_all_are_here(world)
-                racer.seconds()
-            taken.append(racer.seconds())
+                entry.seconds()
+            taken.append(entry.seconds())
             idle = partial
     sleep_until_all_are_here(world)
     return [taken[1:] for taken in times]
+
+
+def show(ledger: Ledger, act: Callable[[], Any], whole: Trace, ranges: Ranges | None) -> None:
+    """Call `act`; record its events in the trace `whole`, and show them to a profiler as `ranges`."""
+    ledger.ranges = ranges
+    ledger.start_trace(whole)
+    act()
+    ledger.stop_trace()
+    ledger.ranges = None
+
+
+def split(ledger: Ledger, act: Callable[[], Any], comm: MPI.Intracomm) -> dict[str, float]:
+    """Where the wall seconds of one more run go, as means over the ranks: arithmetic, the calls and waits of each axis, the rest.
+
+    Collective. On a device the arithmetic is what the host spends on it, and the rest holds the device's.
+    """
+    from ..comm.profile.trace import Trace
+
+    trace, start = Trace(), time.perf_counter()
+    show(ledger, act, trace, None)
+    whole = time.perf_counter() - start
+    mine: dict[str, float] = {COMPUTE: sum(seconds for _, seconds in trace.arithmetic)}
+    for one in trace.communications:
+        mine[one.axis] = mine.get(one.axis, 0.0) + one.issue + one.wait
+    mine[OTHER] = max(0.0, whole - sum(mine.values()))
+    ranks = comm.allgather(mine)
+    return {name: sum(rank.get(name, 0.0) for rank in ranks) / comm.size for name in dict.fromkeys(chain(*ranks))}

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bench.clock import Clock
-from ..bench.race import raced
+from ..bench.race import raced, split
 from ..bench.statistics import times_of
-from ..bench.traced import split
 from ..train.config import Config
 from ..train.loop import take_step
 from ..train.prepare import Run, prepare
