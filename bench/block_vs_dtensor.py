@@ -109,7 +109,7 @@ def measure(rounds: int) -> None:
     found = machine(world)
     case = Case(ModelConfig(**SIZES), BATCH)
     contenders = [*(BlockRunner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
-    rows = list(rows_of(contenders, timed(contenders, rounds)))
+    rows = list(rows_of(contenders, timed(contenders, rounds, world)))
     for row in rows:
         if row["relative_difference"] > TOLERANCE:
             raise ValueError(f"{row['label']} computes another function: its output differs by {row['relative_difference']:.1e}")
@@ -130,7 +130,7 @@ def picked(case: Any, world: Any) -> list[Any]:
         for regather in ((True, False) if gathers(name) else (True,))
     ]
     runners = [BlockRunner(entry, case, world) for entry in entries]
-    taken = world.bcast([seconds["both"]["min"] for seconds in timed(runners, TRIALS)])
+    taken = world.bcast([seconds["both"]["min"] for seconds in timed(runners, TRIALS, world)])
     for runner in runners:
         runner.free()
     ranked = [entry for _, entry in sorted(zip(taken, entries, strict=True), key=lambda pair: pair[0])]
@@ -190,7 +190,7 @@ class Peer:
         from summa3d.bench.blocks import inputs
         from summa3d.bench.clock import Clock
 
-        self.label, self.stack, self.case, self.comm, self.threads = label, stack, case, world, threads
+        self.label, self.stack, self.case, self.comm, self.ranks, self.threads = label, stack, case, world, world.size, threads
         self.clock = Clock(Grid(world, {"y": world.size}))
         x, self.gradient = inputs(case)
         self.x: torch.Tensor = x.requires_grad_()

@@ -58,7 +58,7 @@ def measure(rounds: int) -> None:
         runners = [
             BlockRunner(BlockEntry(name, grid, overlap=Overlap(**switches)), case, MPI.COMM_WORLD) for switches in SWITCHES
         ]
-        taken = timed(runners, rounds)
+        taken = timed(runners, rounds, MPI.COMM_WORLD)
         rows += [(runner.entry.label, seconds["both"]["median"]) for runner, seconds in zip(runners, taken, strict=True)]
         for runner in runners:
             runner.free()

@@ -34,8 +34,8 @@ from ..nn.schemes.registry import SCHEME_SPECS
 from ..nn.schemes.scheme import Scheme
 from .clock import Clock
 from .memory import peak_bytes, saved_bytes
+from .race import raced, show, split
 from .statistics import times_of
-from .traced import show, split
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -143,6 +143,8 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
 class Contender(Protocol):
     """A contender of the benchmark: `BlockRunner`, or a peer library's model in bench/."""
 
+    ranks: int
+
     def seconds(self) -> tuple[float, float]:
         """Seconds of one forward and of one backward, over all ranks; collective."""
         ...
@@ -164,7 +166,7 @@ class BlockRunner:
     """An entry of the benchmark with its sharded weights and input. Its constructor is collective over `world`."""
 
     def __init__(self, entry: BlockEntry, case: Case, world: MPI.Intracomm) -> None:
-        self.entry, self.case, self.comm = entry, case, world
+        self.entry, self.case, self.comm, self.ranks = entry, case, world, world.size
         self.grid = Grid(world, dict(entry.grid), node_memory=None if case.device == "cpu" else False)
         self.clock = Clock(self.grid)
         self.context = scheme(entry.scheme, self.grid, entry.regather, overlap=entry.overlap)
@@ -280,7 +282,7 @@ def run_benchmark(
     difference is a rounding error, since all entries compute the same function.
     """
     runners = [BlockRunner(entry, case, world) for entry in entries]
-    seconds = timed(runners, rounds)
+    seconds = timed(runners, rounds, world)
     if file is not None or ranges is not None:
         whole = Trace()
         for runner in runners:
@@ -302,19 +304,15 @@ def facts(case: Case, ranks: int) -> dict[str, Any]:
     }
 
 
-def timed(contenders: Sequence[Contender], rounds: int) -> list[dict[str, Any]]:
+def timed(contenders: Sequence[Contender], rounds: int, world: MPI.Intracomm) -> list[dict[str, Any]]:
     """Seconds of every contender, in interleaved rounds after a warm-up round that is not counted; collective."""
-    times: list[list[tuple[float, float]]] = [[] for _ in contenders]
-    for _ in range(rounds + 1):
-        for contender, taken in zip(contenders, times, strict=True):
-            taken.append(contender.seconds())
     return [
         {
-            "forward": times_of([forward for forward, _ in taken[1:]]),
-            "backward": times_of([backward for _, backward in taken[1:]]),
-            "both": times_of([forward + backward for forward, backward in taken[1:]]),
+            "forward": times_of([forward for forward, _ in taken]),
+            "backward": times_of([backward for _, backward in taken]),
+            "both": times_of([forward + backward for forward, backward in taken]),
         }
-        for taken in times
+        for taken in raced(contenders, rounds, world)
     ]
 
 

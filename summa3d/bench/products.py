@@ -31,9 +31,9 @@ from ..launch.runtime import on_all_cores
 from .capacity import peak_bytes, require, serial_bytes
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank
+from .race import raced, show, split
 from .series import same_problem
 from .statistics import times_of
-from .traced import show, split
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -282,17 +282,7 @@ def run_benchmark(
     problems = dict.fromkeys(entry.problem for entry in entries) if numpy_threads else ()
     numpys = [NumpyRunner(problem, world, numpy_threads) for problem in problems]
     contenders: list[ProductRunner | NumpyRunner] = [*runners, *numpys]
-    times: list[list[float]] = [[] for _ in contenders]
-    idle_ranks = True  # whether the previous contender left ranks idle: these sleep, and so must all until the next one begins
-    for _ in range(rounds + 1):
-        for contender, seconds in zip(contenders, times, strict=True):
-            partial = contender.ranks < world.size
-            if idle_ranks or partial:
-                sleep_until_all_are_here(world)
-                contender.seconds()  # warm-up: idle cores and cold caches make the first product slower by a fifth
-            seconds.append(contender.seconds())
-            idle_ranks = partial
-    sleep_until_all_are_here(world)
+    times = raced(contenders, rounds, world)
     if file is not None or ranges is not None:
         _show(runners, world, file, ranges)
     moved = []
@@ -300,7 +290,7 @@ def run_benchmark(
         moved.append({**runner.moved(), **(further(runner) if runner.here else {})})
         sleep_until_all_are_here(world)
         runner.free()
-    counted = iter([seconds[1:] for seconds in times])
+    counted = iter(times)
     rows = [row_of(entry, next(counted), amounts) for entry, amounts in zip(entries, moved, strict=True)]
     peers = [{**asdict(peer.problem), "threads": peer.threads, **timing(next(counted), peer.problem)} for peer in numpys]
     for row in rows:

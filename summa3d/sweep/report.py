@@ -9,11 +9,11 @@ from math import prod
 from typing import Any
 
 from ..bench.plots import caption, forecast, legend, on_machines, plain, ratios, thousands, timed, times
+from ..bench.race import COMPUTE, OTHER
 from ..bench.results import alike, of_lines
 from ..bench.series import in_ranks
 from ..bench.statistics import Spread, ratio, times_of
 from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, of_ratios, rounds
-from ..bench.traced import COMPUTE, OTHER
 from ..figures import COLOURS, COLUMN, look
 from ..plan.papers.paper import table_of as paper_of
 from ..table import Column, Table

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..bench.clock import Clock
+from ..bench.race import raced, split
 from ..bench.statistics import times_of
-from ..bench.traced import split
 from ..train.config import Config
 from ..train.loop import take_step
 from ..train.prepare import Run, prepare
@@ -27,7 +27,7 @@ class StepRunner:
     def __init__(self, config: Config, comm: MPI.Intracomm, folder: Path, rounds: int) -> None:
         steps = rounds + 3  # one that is not counted, one whose words are, one that is traced
         self.run: Run = prepare(replace(config, train=replace(config.train, steps=steps)), comm, folder, overwrite=True)
-        self.comm, self.clock, self.done, self.loss = comm, Clock(self.run.grid), 0, 0.0
+        self.comm, self.ranks, self.clock, self.done, self.loss = comm, comm.size, Clock(self.run.grid), 0, 0.0
 
     def step(self) -> None:
         """Take the next step; collective."""
@@ -57,12 +57,9 @@ class StepRunner:
 def run_steps(configs: Sequence[Config], comm: MPI.Intracomm, rounds: int, folder: Path) -> list[dict[str, Any]]:
     """Seconds and amounts of a step of each configuration: in each round, each takes a step; collective over `comm`."""
     runners = [StepRunner(config, comm, folder / "work", rounds) for config in configs]
-    times: list[list[float]] = [[] for _ in runners]
     with torch.autograd.set_multithreading_enabled(False):
-        for _ in range(rounds + 1):
-            for runner, taken in zip(runners, times, strict=True):
-                taken.append(runner.seconds())
-        found = [{"seconds": times_of(taken[1:]), **runner.amounts()} for runner, taken in zip(runners, times, strict=True)]
+        times = raced(runners, rounds, comm)
+        found = [{"seconds": times_of(taken), **runner.amounts()} for runner, taken in zip(runners, times, strict=True)]
     for runner in runners:
         runner.run.grid.free()
     return found
