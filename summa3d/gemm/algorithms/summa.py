@@ -9,7 +9,6 @@ from typing import Any
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array, dtype_name
 from ...comm.prepared import Prepared
-from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import add, adds_in_place, scale
@@ -50,11 +49,6 @@ class SummaPlan(ProductPlan):
     def layout_of(self, operand: str, names: str) -> Layout:
         """rows:x columns:y, as each is stored."""
         return Layout((self.x,), (self.y,), names=names)
-
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
-        """Every R×C of this many ranks, as axes x and y."""
-        return grids_of(ranks, ("x", "y"))
 
 
 class Summa(Executor):

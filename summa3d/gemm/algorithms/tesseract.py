@@ -32,8 +32,8 @@ class TesseractPlan(SummaPlan):
         copied = {"nn": "b", "nt": "b", "tn": "c", "tt": "a"}[normal(self.form)]
         return Layout((self.x,) if operand == copied else (self.d, self.x), (self.y,), names=names)
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
+    @classmethod
+    def grids(cls, ranks: int) -> list[dict[str, int]]:
         """Every q×q×d of this many ranks, the squarest first."""
         return square_grids(ranks)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...comm.device.arrays import Array, dtype_name, is_torch, library_of
 from ...comm.grid import BaseGrid
@@ -10,36 +10,24 @@ from ...layout.distribute import world_ranks
 from ...layout.redistribute import Piece, Placement, Redistribution
 from ..local.blas import add
 from .plan import ProductPlan
-from .workspace import Workspace
 
-
-def exchange(plan: ProductPlan, source: Placement, target: Placement) -> Redistribution:
-    """The redistribution of (B·A)ᵀ, as the product B·A leaves it, to the layout of C."""
-    return Redistribution(plan.c_shape, source, target)
-
-
-class Untransposed(Protocol):
-    """The executor of B·A by form nn."""
-
-    plan: ProductPlan
-    workspace: Workspace
-    c_block: tuple[int, ...]
-
-    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """out = α·A·B + β·out."""
+if TYPE_CHECKING:
+    from .executor import Executor
 
 
 class Transposed:
     """C = (B·A)ᵀ: B·A into workspace, then point-to-point messages of the pieces that other ranks need, stored transposed.
 
+    inner : the executor of B·A by form nn
+
     Words: those of C's block that the rank does not hold after the inner product. Messages: one from each rank that holds some.
     Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.
     """
 
-    def __init__(self, inner: Untransposed, plan: ProductPlan, grid: BaseGrid) -> None:
+    def __init__(self, inner: Executor, plan: ProductPlan, grid: BaseGrid) -> None:
         self.inner, self.plan, self.workspace = inner, plan, inner.workspace
         layout = self.inner.plan.c_layout.transposed()
-        moves = exchange(self.plan, Placement.on(grid, layout), Placement.on(grid, self.plan.c_layout))
+        moves = Redistribution(plan.c_shape, Placement.on(grid, layout), Placement.on(grid, plan.c_layout))
         self.kept, self.sent, self.received = moves.kept_by(grid.rank), moves.sent_by(grid.rank), moves.received_by(grid.rank)
         self.world = grid.world
         self.member = {rank: member for member, rank in enumerate(world_ranks(grid))}
