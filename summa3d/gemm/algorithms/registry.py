@@ -16,7 +16,6 @@ from .agarwal import Agarwal, AgarwalPlan
 from .ca25d import Ca25d, Ca25dPlan
 from .cannon import Cannon, CannonPlan
 from .cuboid import Cuboid, CuboidPlan
-from .gradients import Gradients
 from .oned import OnedColumn, OnedColumnPlan, OnedRow, OnedRowPlan
 from .plan import ProductPlan, counts_near
 from .summa import Summa, SummaPlan
@@ -32,7 +31,6 @@ class Algorithm:
     executor : `executor(plan, grid).run(a, b, out, alpha, beta)` multiplies this rank's blocks
     cost : words, messages and workspace of one rank, ``(plan, grid_shape, coordinates, conditions) → Cost``
     mean : words, messages and local products of an average rank, ``(form, m, n, k, grid_shape) → Mean``
-    gradients : how dA and dB are taken
     options : the plan's keywords that are no axes
     variants : option values that give operands other layouts, tried when operands already have layouts
     reads_in_place : whether gathered operands are read where the node's memory holds them
@@ -43,7 +41,6 @@ class Algorithm:
     executor: Callable[..., Any]
     cost: CostOf
     mean: MeanOf
-    gradients: Gradients = Gradients.PRODUCTS
     options: tuple[str, ...] = ()
     variants: tuple[Mapping[str, Any], ...] = ({},)
     reads_in_place: bool = False
@@ -89,10 +86,7 @@ SEQUENCE_VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"sequence": True})
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
-        Algorithm(
-            *("cuboid", CuboidPlan, Cuboid, per_rank.cuboid, mean.cuboid),
-            *(Gradients.GATHERED, FINE_OPTIONS, FINE_VARIANTS, True),
-        ),
+        Algorithm("cuboid", CuboidPlan, Cuboid, per_rank.cuboid, mean.cuboid, FINE_OPTIONS, FINE_VARIANTS, reads_in_place=True),
         Algorithm("agarwal", AgarwalPlan, Agarwal, per_rank.agarwal, mean.agarwal),
         Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANEL_OPTIONS),
         Algorithm("cannon", CannonPlan, Cannon, per_rank.cannon, mean.cannon),
@@ -100,11 +94,11 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("ca25d", Ca25dPlan, Ca25d, per_rank.ca25d, mean.ca25d, options=PANEL_OPTIONS),
         Algorithm(
             *("oned-column", OnedColumnPlan, OnedColumn, per_rank.oned_column, mean.oned_column),
-            *(Gradients.ALL_REDUCED, SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
+            *(SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
         ),
         Algorithm(
             *("oned-row", OnedRowPlan, OnedRow, per_rank.oned_row, mean.oned_row),
-            *(Gradients.ALL_REDUCED, SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
+            *(SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
         ),
     )
 }

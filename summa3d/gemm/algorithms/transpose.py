@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ...comm.device.arrays import Array, dtype_name, is_torch, library_of
 from ...comm.grid import BaseGrid
@@ -10,21 +10,28 @@ from ...layout.distribute import world_ranks
 from ...layout.redistribute import Piece, Placement, Redistribution
 from ..local.blas import add
 from .plan import ProductPlan
+from .workspace import Workspace
 
-if TYPE_CHECKING:
-    from .executor import Executor
+
+class Untransposed(Protocol):
+    """The executor of B·A by form nn."""
+
+    plan: ProductPlan
+    workspace: Workspace
+    c_block: tuple[int, ...]
+
+    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """out = α·A·B + β·out."""
 
 
 class Transposed:
     """C = (B·A)ᵀ: B·A into workspace, then point-to-point messages of the pieces that other ranks need, stored transposed.
 
-    inner : the executor of B·A by form nn
-
     Words: those of C's block that the rank does not hold after the inner product. Messages: one from each rank that holds some.
     Workspace: the block of B·A, what is sent, what is received, and a conjugate of each operand whose op is c.
     """
 
-    def __init__(self, inner: Executor, plan: ProductPlan, grid: BaseGrid) -> None:
+    def __init__(self, inner: Untransposed, plan: ProductPlan, grid: BaseGrid) -> None:
         self.inner, self.plan, self.workspace = inner, plan, inner.workspace
         layout = self.inner.plan.c_layout.transposed()
         moves = Redistribution(plan.c_shape, Placement.on(grid, layout), Placement.on(grid, plan.c_layout))
