@@ -66,8 +66,7 @@ class Executors:
 
 def executors_of(grid: BaseGrid) -> Executors:
     """The executors that `grid` keeps until it is freed."""
-    found = grid.job.kept[grid].get(Executors)
+    found: Executors | None = grid.job.kept[grid].get(Executors)
     if found is None:
         found = grid.job.kept[grid][Executors] = Executors(grid)
-    assert isinstance(found, Executors)
     return found

@@ -53,7 +53,10 @@ class SummaPlan(ProductPlan):
 
 
 class Summa(Executor):
-    """SUMMA: products of one panel at a time. Source: van de Geijn and Watts 1997, here on splits that may be uneven."""
+    """SUMMA: products of one panel at a time, by one of two loops.
+
+    Source: van de Geijn and Watts 1997, here on splits that may be uneven.
+    """
 
     plan: SummaPlan
 
@@ -63,22 +66,10 @@ class Summa(Executor):
         cuts = panels(0, extent, x.size, y.size, plan.panel)
         left = BroadcastPanels(self.workspace, "a", y, "y", 1, cuts, plan.lookahead)
         right = BroadcastPanels(self.workspace, "b", x, "x", 0, cuts, plan.lookahead)
-        self.loop: Loop
         if normal(plan.form) == "nn":
-            self.loop = Outer(self.workspace, plan.form, left, right)
+            self.multiply_into = Outer(self.workspace, plan.form, left, right)
         else:
-            self.loop = Inner(self.workspace, plan.form, *((right, y) if normal(plan.form) == "nt" else (left, x)))
-
-    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """Run the loop over panels: broadcasts, and for nt and tn one reduction a panel."""
-        self.loop(a, b, out, alpha, beta)
-
-    def _product(self) -> Loop:
-        """Return the loop."""
-        return self.loop
-
-
-Loop = Callable[[Array, Array, Array, Any, Any], None]
+            self.multiply_into = Inner(self.workspace, plan.form, *((right, y) if normal(plan.form) == "nt" else (left, x)))
 
 
 def normal(form: str) -> str:
