@@ -61,7 +61,7 @@ class Owners:
             module.register_forward_hook(lambda module, given, result, name=name: self.leave(name), always_call=True)
             head = getattr(module, "head", None)  # a method that is called beside `forward`
             if callable(head) and not isinstance(head, nn.Module):
-                module.head = self._around("head", head)
+                module.head = self._within("head")(head)
             for parameter in module.parameters(recurse=False):
                 self._parameters[parameter.untyped_storage()._cdata] = self._owner(name)
 
@@ -148,16 +148,14 @@ class Owners:
 
         return call
 
-    def _around(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            self.enter(name)
-            try:
-                return method(*args, **options)
-            finally:
-                self.leave(name)
-
-        return call
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        """Within the block, or a method that this decorates, the layer `name` has been entered."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(name)
 
 
 class Tracer:
