@@ -6,9 +6,8 @@ The set is closed: every gradient of NN, NT, TN and TT is a product of the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from torch import Tensor, is_grad_enabled
 
@@ -17,9 +16,9 @@ from ..comm.device.arrays import dtype_name
 from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.pending import Completed, Pending
 from ..errors import ShapeError
-from ..gemm.algorithms.cuboid import Cuboid
+from ..gemm.algorithms.cuboid import Cuboid, CuboidPlan
 from ..gemm.algorithms.executor import Executor
-from ..gemm.algorithms.gradients import GRADIENTS, Gradient, Gradients, gradient_plans
+from ..gemm.algorithms.gradients import GRADIENTS, Gradient, gradient_plans
 from ..gemm.algorithms.oned import OnedPlan
 from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.algorithms.registry import algorithm_of
@@ -312,20 +311,8 @@ class ExecutedProduct(Product):
 
     def __init__(self, plan: ProductPlan, grid: BaseGrid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
         super().__init__(plan, rows)
-        self.grid, self.workspace = grid, workspace or Workspace(grid)
-        self.a_plan, self.b_plan = gradient_plans(plan)
-        self.executor = self._bound(plan)
-
-    @cached_property
-    def _grad_a(self) -> Executor:
-        return self._bound(self.a_plan)
-
-    @cached_property
-    def _grad_b(self) -> Executor:
-        return self._bound(self.b_plan)
-
-    def _bound(self, plan: ProductPlan) -> Executor:
-        return algorithm_of(plan).executor(plan, self.grid, self.workspace)
+        workspace, plans = workspace or Workspace(grid), (plan, *gradient_plans(plan))
+        self.executor, self._grad_a, self._grad_b = (algorithm_of(one).executor(one, grid, workspace) for one in plans)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block and both shards."""
@@ -359,16 +346,11 @@ def product(
 
     Raises ShapeError for a form or plan without gradients.
     """
-    return PRODUCTS[algorithm_of(plan).gradients](plan, grid, regather, rows, workspace, in_flight)
-
-
-PRODUCTS: dict[Gradients, Callable[..., Product]] = {
-    Gradients.GATHERED: lambda plan, grid, regather, rows, _, in_flight: GatheredProduct(
-        Cuboid(plan, grid), regather, rows, in_flight
-    ),
-    Gradients.ALL_REDUCED: lambda plan, grid, _regather, rows, _, in_flight: OnedProduct(plan, grid, rows, in_flight),
-    Gradients.PRODUCTS: lambda plan, grid, _regather, rows, workspace, _: ExecutedProduct(plan, grid, rows, workspace),
-}
+    if isinstance(plan, CuboidPlan):
+        return GatheredProduct(Cuboid(plan, grid), regather, rows, in_flight)
+    if isinstance(plan, OnedPlan):
+        return OnedProduct(plan, grid, rows, in_flight)
+    return ExecutedProduct(plan, grid, rows, workspace)
 
 
 def local(workspace: Workspace, gradient: Gradient, c: Tensor, other: Tensor, out: Tensor | None = None) -> Tensor:

@@ -20,8 +20,7 @@ from ..comm.profile.nvtx import Ranges
 from ..comm.profile.trace import Trace, write
 from ..comm.topology import describe, several
 from ..errors import LayoutError
-from ..gemm.algorithms.gradients import Gradients
-from ..gemm.algorithms.registry import algorithm_of
+from ..gemm.algorithms.cuboid import CuboidPlan
 from ..layout.distribute import collect, distribute
 from ..nn.config import ModelConfig
 from ..nn.context import Context, scheme
@@ -104,7 +103,7 @@ def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
 def gathers(name: str) -> bool:
     """Whether the scheme's products all-gather operands, so that backward may gather them again or keep them."""
     kind = SCHEME_SPECS[name]
-    return algorithm_of(kind.plan(kind.residual, "nn", 1, 1, 1)).gradients is Gradients.GATHERED
+    return isinstance(kind.plan(kind.residual, "nn", 1, 1, 1), CuboidPlan)
 
 
 def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:

@@ -6,7 +6,8 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -28,6 +29,7 @@ from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.schedule import ALL, GRADIENT_ENDS, ScheduleOp, in_two
 from ..parallel.states import ParameterState, states_of
+from .device import kernels
 from .place import DryPlace
 from .record import OPTIMIZER, RepeatedSegment, Segment, TracedOp, held_in, moved, net_of, peak_of, repeated, totals
 from .storages import current_node
@@ -159,12 +161,13 @@ class DryStep:
     elements: int = 0
     node_axes: tuple[str, ...] = ()
     checkpoint: int = 0
-    parts: list[RepeatedSegment] = field(init=False)
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def parts(self) -> list[RepeatedSegment]:
+        """What the rank does, in no order beyond that of the ops that are traced."""
         times = Counter(self.program)
         ops = [RepeatedSegment(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
-        self.parts = [*self.copies, *ops, *self.optimizer]
+        return [*self.copies, *ops, *self.optimizer]
 
     def words(self) -> dict[str, dict[str, int]]:
         """Words received, by phase and axis."""
@@ -272,7 +275,7 @@ class Rank:
         """
         tracer = Tracer()
         tracer.storages.converts = not setting.on_device
-        with _kernels(setting, tracer), _older_garbage_left():
+        with kernels(tracer.launched) if setting.on_device else nullcontext(), _older_garbage_left():
             rank = cls(setting, training, tracer)
             rank.trace(like, between, split)
         return rank
@@ -531,26 +534,14 @@ def _net(segments: Sequence[Segment]) -> int:
 @contextmanager
 def _older_garbage_left() -> Iterator[None]:
     """Within the block, the collector looks at what is made in it alone: a search has millions of older objects."""
-    if gc.get_freeze_count():  # the caller has done so already
-        yield
-        return
-    gc.freeze()
+    frozen = gc.get_freeze_count()  # by the caller
     try:
+        if not frozen:
+            gc.freeze()
         yield
     finally:
-        gc.unfreeze()
-
-
-@contextmanager
-def _kernels(setting: Setting, tracer: Tracer) -> Iterator[None]:
-    """Within the block, tensors without memory are those of the host, or of a device with its fused kernels."""
-    if not setting.on_device:
-        yield
-        return
-    from .device import kernels
-
-    with kernels(tracer.launched):
-        yield
+        if not frozen:
+            gc.unfreeze()
 
 
 def inputs(config: ModelConfig, batch: int) -> dict[str, Tensor]:

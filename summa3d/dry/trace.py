@@ -34,19 +34,6 @@ class Owner(NamedTuple):
     cell: str
 
 
-class _Inside:
-    """A context around a local product, in which torch's operations are not recorded again."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        self.tracer = tracer
-
-    def __enter__(self) -> None:
-        self.tracer.inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.tracer.inside -= 1
-
-
 class Owners:
     """The layer of every operation: in forward the entered module, in backward the sequence number of autograd's node."""
 
@@ -74,7 +61,7 @@ class Owners:
             module.register_forward_hook(lambda module, given, result, name=name: self.leave(name), always_call=True)
             head = getattr(module, "head", None)  # a method that is called beside `forward`
             if callable(head) and not isinstance(head, nn.Module):
-                module.head = self._around("head", head)
+                module.head = self._within("head")(head)
             for parameter in module.parameters(recurse=False):
                 self._parameters[parameter.untyped_storage()._cdata] = self._owner(name)
 
@@ -161,16 +148,14 @@ class Owners:
 
         return call
 
-    def _around(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(method)
-        def call(*args: Any, **options: Any) -> Any:
-            self.enter(name)
-            try:
-                return method(*args, **options)
-            finally:
-                self.leave(name)
-
-        return call
+    @contextmanager
+    def _within(self, name: str) -> Iterator[None]:
+        """Within the block, or a method that this decorates, the layer `name` has been entered."""
+        self.enter(name)
+        try:
+            yield
+        finally:
+            self.leave(name)
 
 
 class Tracer:
@@ -187,7 +172,6 @@ class Tracer:
         self._segments: list[Segment] = []
         self._ops: list[list[Segment]] = []
         self._recording = False
-        self._around = _Inside(self)
         self._begun, self._moves, self._phase = 0, 0, "forward"
 
     @contextmanager
@@ -275,7 +259,16 @@ class Tracer:
             (m, k), n = a.shape if form[0] == "n" else a.shape[::-1], b.shape[1 if form[1] == "n" else 0]
             product = Op("product", *self._about(), form, m, n, k, read=bytes_of([a, b]), written=m * n * out.itemsize)
             segment.ops.append(product._replace(dtype=dtype_name(a)))
-        return self._around
+        return self._inside()
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Around a local product, in which torch's operations are not recorded again."""
+        self.inside += 1
+        try:
+            yield
+        finally:
+            self.inside -= 1
 
     def _issued(self, collective: str, axis: str, dtype: str, amounts: Amounts) -> int | None:
         if not self._recording:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from ..comm.device.arrays import Array, is_torch, kind_of
@@ -46,7 +44,7 @@ class Executors:
     def take(self, number: int) -> Executor:
         """The executor of this number, until it is kept again; another one where it is in use.
 
-        Raises what the executor of a new plan raises.
+        One whose product raises is not kept. Raises what the executor of a new plan raises.
         """
         kept = self._kept.pop(number, None)
         if kept is None:
@@ -54,17 +52,6 @@ class Executors:
             return algorithm_of(plan).executor(plan, self.grid)
         self.nbytes -= kept[1]
         return kept[0]
-
-    @contextmanager
-    def lend(self, plan: ProductPlan, like: Array) -> Iterator[Executor]:
-        """An executor of `plan` for arrays of the kind and dtype of `like`, kept again when the block ends.
-
-        One whose block raises is dropped. Raises what the executor of a new plan raises.
-        """
-        number = self.number_of(plan, like)
-        executor = self.take(number)
-        yield executor
-        self.keep(number, executor)
 
     def keep(self, number: int, executor: Executor) -> None:
         """Keep an executor that was taken; those used longest ago go where all together are too many."""
@@ -79,8 +66,7 @@ class Executors:
 
 def executors_of(grid: BaseGrid) -> Executors:
     """The executors that `grid` keeps until it is freed."""
-    found = grid.job.kept[grid].get(Executors)
+    found: Executors | None = grid.job.kept[grid].get(Executors)
     if found is None:
         found = grid.job.kept[grid][Executors] = Executors(grid)
-    assert isinstance(found, Executors)
     return found

@@ -73,33 +73,26 @@ def ranked(
     """Every scheme on every grid of `ranks` ranks that can hold the model, as `choose` takes them and raises, cuboids first."""
     among = [name for name in FOR_MODELS if name in schemes]
 
-    def fitting(count: int) -> list[SchemeChoice]:
-        return list(_candidates(config, batch, count, among, regather, vectors))
+    def fitting(count: int) -> Iterator[SchemeChoice]:
+        for name in among:
+            for shape in SCHEME_SPECS[name].grids(count):
+                try:
+                    layouts = Scheme.of(name, shape, vectors)
+                    layouts.check(config, batch)
+                    with torch.device("meta"):  # kv heads and the MLP's width are checked here
+                        build(replace(config, layers=1), scheme(name, Place(shape), regather, vectors))
+                except (GridError, LayoutError):
+                    continue
+                yield SchemeChoice(name, dict(shape), _words(layouts, config, batch, regather))
 
-    found = fitting(ranks)
+    found = list(fitting(ranks))
     if found:
         return found
     near = sorted(range(1, 2 * ranks + NEAR), key=lambda count: abs(count - ranks))
-    counts = sorted(islice((count for count in near if fitting(count)), NEAR))
+    counts = sorted(islice((count for count in near if next(fitting(count), None)), NEAR))
     names = f" with scheme {', '.join(among)}" if len(among) < len(FOR_MODELS) else ""
     sizes = f"batch {batch}, sequence {config.sequence}, heads {config.heads}, hidden {config.hidden}"
     raise GridError(f"No grid of {ranks} ranks fits {sizes}{names}. Ranks that fit: {', '.join(map(str, counts)) or 'none'}.")
-
-
-def _candidates(
-    config: ModelConfig, batch: int, ranks: int, schemes: Sequence[str], regather: bool, vectors: str
-) -> Iterator[SchemeChoice]:
-    """Every scheme on every grid of `ranks` ranks that can hold the model."""
-    for name in schemes:
-        for shape in SCHEME_SPECS[name].grids(ranks):
-            try:
-                layouts = Scheme.of(name, shape, vectors)
-                layouts.check(config, batch)
-                with torch.device("meta"):  # kv heads and the MLP's width are checked here
-                    build(replace(config, layers=1), scheme(name, Place(shape), regather, vectors))
-            except (GridError, LayoutError):
-                continue
-            yield SchemeChoice(name, dict(shape), _words(layouts, config, batch, regather))
 
 
 def _words(layouts: Scheme, config: ModelConfig, batch: int, regather: bool) -> int:

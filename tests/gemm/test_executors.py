@@ -85,14 +85,29 @@ def test_dtypes_and_libraries_do_not_share_workspace(comm, make_grid, check):
 def test_one_in_use_is_lent_to_nobody_else(comm, make_grid):
     grid, plan, like = grid_of(comm, make_grid), CuboidPlan("nn", 8, 8, 8), np.empty(0)
     executors = executors_of(grid)
-    with executors.lend(plan, like) as one, executors.lend(plan, like) as other:
-        assert one is not other
-    with executors.lend(plan, like) as again:
-        assert again in (one, other) and len(executors) == 0
-    with pytest.raises(KeyError), executors.lend(plan, like):
-        raise KeyError
-    assert len(executors) == 0  # its workspace may be half written
+    number = executors.number_of(plan, like)
+    one, other = executors.take(number), executors.take(number)
+    assert one is not other
+    for used in (one, other):
+        executors.keep(number, used)
+    assert executors.take(number) in (one, other) and len(executors) == 0
     assert executors.nbytes == 0
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+def test_one_whose_product_raises_is_dropped(comm, make_grid, monkeypatch):
+    def refuse(*operands):
+        raise KeyError
+
+    grid = grid_of(comm, make_grid)
+    (_, A), (_, B) = operands(grid, CuboidPlan("nn", 8, 8, 8))
+    A @ B
+    assert len(executors_of(grid)) == 1
+    monkeypatch.setattr(Cuboid, "run", refuse)
+    with pytest.raises(KeyError):
+        A @ B
+    assert len(executors_of(grid)) == 0  # its workspace may be half written
+    assert executors_of(grid).nbytes == 0
 
 
 @pytest.mark.mpi(sizes=(1,))
@@ -101,8 +116,10 @@ def test_the_least_recently_used_goes_when_the_bytes_are_too_many(comm, make_gri
     executors, like = Executors(grid, limit=250 * 8), np.empty(0)
 
     def use(n, words=100):
-        with executors.lend(CuboidPlan("nn", n, n, n), like) as executor:
-            executor.workspace.buffer("a", (words,), like)
+        number = executors.number_of(CuboidPlan("nn", n, n, n), like)
+        executor = executors.take(number)
+        executor.workspace.buffer("a", (words,), like)
+        executors.keep(number, executor)
         return executor
 
     one, two = use(1), use(2)

@@ -34,8 +34,8 @@ class AgarwalPlan(ProductPlan):
         axis_of = {"m": self.x, "n": self.y, "k": self.z}
         return dict(zip("xyz", (axis_of[dim] for dim in dims), strict=True))
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
+    @classmethod
+    def grids(cls, ranks: int) -> list[dict[str, int]]:
         """The cube q×q×q, if `ranks` is a third power."""
         root = round(ranks ** (1 / 3))
         return [{"x": root, "y": root, "z": root}] if root**3 == ranks else []

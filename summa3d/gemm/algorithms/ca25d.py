@@ -38,8 +38,8 @@ class Ca25dPlan(SummaPlan):
         axes = {"m": (self.x, self.d) if operand == "c" else (self.x,), "n": (self.y,), "k": k}
         return Layout(axes[names[0]], axes[names[1]], names=names)
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
+    @classmethod
+    def grids(cls, ranks: int) -> list[dict[str, int]]:
         """Every q×q×d of this many ranks, the squarest first."""
         return square_grids(ranks)
 

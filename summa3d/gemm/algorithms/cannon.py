@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isqrt
 from typing import Any
 
 from ...comm.axis import Axis
@@ -12,7 +13,7 @@ from ...comm.pending import Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add
 from .executor import Executor
-from .plan import ProductPlan, square_root
+from .plan import ProductPlan
 from .summa import normal
 from .workspace import Workspace
 
@@ -38,11 +39,11 @@ class CannonPlan(ProductPlan):
         """rows:x columns:y, as each is stored."""
         return Layout((self.x,), (self.y,), names=names)
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
+    @classmethod
+    def grids(cls, ranks: int) -> list[dict[str, int]]:
         """The square q×q, if `ranks` is a square number."""
-        root = square_root(ranks)
-        return [{"x": root, "y": root}] if root else []
+        root = isqrt(ranks)
+        return [{"x": root, "y": root}] if root**2 == ranks else []
 
 
 class Cannon(Executor):

@@ -61,13 +61,8 @@ def check_out(out: Array, a: Array, b: Array) -> None:
     """Raise ShapeError unless this rank's block of C can be written, and lies apart from those of A and B."""
     if isinstance(out, np.ndarray) and not out.flags.writeable:
         raise ShapeError("out is read-only, and C is written into it. Pass an array that can be written, or none.")
-    check_apart(out, a, "A")
-    check_apart(out, b, "B")
-
-
-def check_apart(out: Array, operand: Array, name: str) -> None:
-    """Raise ShapeError where `out` and an operand have elements in common: one would be overwritten before it is read."""
-    if overlap(out, operand):
-        raise ShapeError(
-            f"out shares memory with {name}, which is read while C is written. Pass an out of its own, or a copy of {name}."
-        )
+    for name, operand in (("A", a), ("B", b)):
+        if overlap(out, operand):
+            raise ShapeError(
+                f"out shares memory with {name}, which is read while C is written. Pass an out of its own, or a copy of {name}."
+            )

@@ -16,7 +16,6 @@ from ...comm.collective import Collective
 from ...comm.device.arrays import Array, place_of
 from ...comm.pending import Completed, Pending
 from ...comm.prepared import Prepared
-from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import scale
@@ -66,15 +65,6 @@ class CuboidPlan(ProductPlan):
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """True where the reduction axis z has one member."""
         return grid_shape[self.z] == 1
-
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
-        """Every grid of these ranks."""
-        return grids_of(ranks, ("x", "y", "z"))
-
-    def check_grid(self, grid_shape: Any) -> None:
-        """Any grid that has the three axes will do."""
-        self.check_axes(grid_shape)
 
 
 class Moves(NamedTuple):

@@ -16,9 +16,14 @@ from .plan import ProductPlan
 from .transpose import Transposed
 from .workspace import Workspace, is_like
 
+Multiply = Callable[[Array, Array, Array, Any, Any], None]
+
 
 class Executor(ABC):
     """A plan bound to a grid. `run` may be called any number of times; the workspace is allocated by the first call only."""
+
+    multiply_into: Multiply
+    """(a, b, out, α, β): out = α·op(A)·op(B) + β·out; all are C-ordered, out is of the dtype that sums are taken in."""
 
     def __init__(self, plan: ProductPlan, grid: BaseGrid, workspace: Workspace | None = None) -> None:
         plan.check_grid(grid.shape)
@@ -29,9 +34,8 @@ class Executor(ABC):
         self.a_block, self.b_block, self.c_block = (
             layout.local_shape(shape, grid.shape, grid.coordinates) for layout, shape in plan.stored
         )
-        self.transposed: Transposed | None = None
         if plan.by_transpose:
-            self.transposed = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid)
+            self.multiply_into = Transposed(type(self)(plan.swapped(), grid, self.workspace), plan, grid).run
         else:
             self._prepare()
 
@@ -57,16 +61,15 @@ class Executor(ABC):
             if dtype_name(a).startswith("int"):
                 alpha, beta = int(alpha), int(beta)
         a, b = contiguous(a), contiguous(b)
-        multiply_into = self._product() if self.transposed is None else self.transposed.run
         if out is None:
             out = empty(self.c_block, a)
         if out.dtype == like.dtype and (plain or is_contiguous(out)):
-            multiply_into(a, b, out, alpha, beta)
+            self.multiply_into(a, b, out, alpha, beta)
             return out
         target = self.workspace.buffer("c", self.c_block, like) if out.dtype != like.dtype else empty(self.c_block, like)
         if beta != 0:
             self.workspace.copy(target, out)
-        multiply_into(a, b, target, alpha, beta)
+        self.multiply_into(a, b, target, alpha, beta)
         return self.workspace.copy(out, target)
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
@@ -100,10 +103,6 @@ class Executor(ABC):
         if tuple(array.shape) != expected:
             raise ShapeError(f"The block of {name} has shape {tuple(array.shape)}; {self.plan} expects {expected} on this rank.")
 
-    def _product(self) -> Callable[[Array, Array, Array, Any, Any], None]:
-        """Return what `run` calls: `multiply_into`, or what that would call."""
-        return self.multiply_into
-
     def _accumulation_like(self, a: Array) -> Array:
         """An empty array, with memory of its own, of the dtype in which products of arrays like `a` are summed here."""
         empty_like = empty((0, 0), a)
@@ -112,10 +111,6 @@ class Executor(ABC):
     @abstractmethod
     def _prepare(self) -> None:
         """Bind axes and extents."""
-
-    @abstractmethod
-    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """out = α·op(A)·op(B) + β·out; a, b are C-ordered, out is C-ordered and of the dtype that sums are taken in."""
 
 
 def _is_plain(out: Array | None, alpha: Any, beta: Any) -> bool:

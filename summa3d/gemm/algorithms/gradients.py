@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from typing import NamedTuple, TypeVar
 
 from ...errors import ShapeError
 from .plan import ProductPlan
 
 T = TypeVar("T")
-
-
-class Gradients(Enum):
-    """How an algorithm takes dA and dB."""
-
-    GATHERED = "dC gathered once for both, local products, dA and dB reduce-scattered"
-    ALL_REDUCED = "local products; the gradient whose inner dim the axis splits is all-reduced"
-    PRODUCTS = "products of the same algorithm"
 
 
 class Gradient(NamedTuple):

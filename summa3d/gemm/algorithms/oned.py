@@ -30,11 +30,6 @@ class OnedPlan(ProductPlan):
             return Layout((self.y,) if self.sequence else (), (), names=names)
         return Layout(*(((self.y,), ()) if names[0] == self.split_dim else ((), (self.y,))), names=names)
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
-        """One axis y of all ranks."""
-        return [{"y": ranks}]
-
 
 @dataclass(frozen=True)
 class OnedColumnPlan(OnedPlan):

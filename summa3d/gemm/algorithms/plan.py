@@ -9,9 +9,7 @@ from functools import cached_property
 from math import prod
 from typing import ClassVar, TypeVar
 
-import numpy as np
-
-from ...comm.topology import describe
+from ...comm.topology import describe, grids_of
 from ...errors import GridError, ShapeError
 from ...layout.layout import Layout
 from ..local.blas import OPS
@@ -69,10 +67,10 @@ class ProductPlan(ABC):
         """Which axes split C as it is stored."""
         return self.layout_of("c", "mn")
 
-    @staticmethod
-    @abstractmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
-        """The grids of exactly this many ranks, roles as axis names, that the algorithm can use."""
+    @classmethod
+    def grids(cls, ranks: int) -> list[dict[str, int]]:
+        """The grids of exactly this many ranks, roles as axis names, that the algorithm can use: by default every one."""
+        return grids_of(ranks, cls.roles())
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -148,8 +146,7 @@ class ProductPlan(ABC):
         """Raise GridError, naming the grids that would work, unless the algorithm can use this one."""
         self.check_axes(grid_shape)
         own = {role: grid_shape[axis] for role, axis in zip(self.roles(), self.axes, strict=True)}
-        ranks = prod(own.values())
-        if own not in self.grids(ranks):
+        if own not in self.grids(prod(own.values())):
             raise GridError(misfit(self.name, own, self.grids))
 
     @property
@@ -172,9 +169,3 @@ def counts_near(ranks: int, grids: Callable[[int], list[dict[str, int]]]) -> lis
     """The rank counts nearest to `ranks` that have grids, at most four, in order."""
     fits = [count for count in range(1, 8 * ranks + 1) if grids(count)]
     return sorted(sorted(fits, key=lambda count: abs(count - ranks))[:4])
-
-
-def square_root(count: int) -> int | None:
-    """The whole root of a square; None for other numbers."""
-    root = round(float(np.sqrt(count)))
-    return root if root * root == count else None

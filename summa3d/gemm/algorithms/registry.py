@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ...errors import ConfigError, GridError
@@ -16,7 +16,6 @@ from .agarwal import Agarwal, AgarwalPlan
 from .ca25d import Ca25d, Ca25dPlan
 from .cannon import Cannon, CannonPlan
 from .cuboid import Cuboid, CuboidPlan
-from .gradients import Gradients
 from .oned import OnedColumn, OnedColumnPlan, OnedRow, OnedRowPlan
 from .plan import ProductPlan, counts_near
 from .summa import Summa, SummaPlan
@@ -32,8 +31,6 @@ class Algorithm:
     executor : `executor(plan, grid).run(a, b, out, alpha, beta)` multiplies this rank's blocks
     cost : words, messages and workspace of one rank, ``(plan, grid_shape, coordinates, conditions) → Cost``
     mean : words, messages and local products of an average rank, ``(form, m, n, k, grid_shape) → Mean``
-    gradients : how dA and dB are taken
-    options : the plan's keywords that are no axes
     variants : option values that give operands other layouts, tried when operands already have layouts
     reads_in_place : whether gathered operands are read where the node's memory holds them
     """
@@ -43,8 +40,6 @@ class Algorithm:
     executor: Callable[..., Any]
     cost: CostOf
     mean: MeanOf
-    gradients: Gradients = Gradients.PRODUCTS
-    options: tuple[str, ...] = ()
     variants: tuple[Mapping[str, Any], ...] = ({},)
     reads_in_place: bool = False
 
@@ -52,6 +47,11 @@ class Algorithm:
     def axes(self) -> tuple[str, ...]:
         """The roles of the grid's axes, which are also their names where nothing else is said."""
         return tuple(self.plan.roles())
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The plan's keywords that are no axes, whose names are longer than those of roles and sizes."""
+        return tuple(field.name for field in fields(self.plan) if len(field.name) > 1 and field.name != "form")
 
     def grids(self, ranks: int) -> list[dict[str, int]]:
         """The grids of exactly this many ranks that it can use."""
@@ -80,32 +80,20 @@ class Algorithm:
         return Volume(grid_shape, cost_of)
 
 
-PANEL_OPTIONS = ("panel", "lookahead")
-FINE_OPTIONS = ("a_fine", "b_fine", "c_fine")
 FINE_VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"b_fine": 1}, {"a_fine": 1}, {"a_fine": 1, "b_fine": 1})
-SEQUENCE_OPTIONS = ("sequence",)
 SEQUENCE_VARIANTS: tuple[Mapping[str, Any], ...] = ({}, {"sequence": True})
 
 ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
-        Algorithm(
-            *("cuboid", CuboidPlan, Cuboid, per_rank.cuboid, mean.cuboid),
-            *(Gradients.GATHERED, FINE_OPTIONS, FINE_VARIANTS, True),
-        ),
+        Algorithm("cuboid", CuboidPlan, Cuboid, per_rank.cuboid, mean.cuboid, FINE_VARIANTS, reads_in_place=True),
         Algorithm("agarwal", AgarwalPlan, Agarwal, per_rank.agarwal, mean.agarwal),
-        Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa, options=PANEL_OPTIONS),
+        Algorithm("summa", SummaPlan, Summa, per_rank.summa, mean.summa),
         Algorithm("cannon", CannonPlan, Cannon, per_rank.cannon, mean.cannon),
-        Algorithm("tesseract", TesseractPlan, Tesseract, per_rank.tesseract, mean.tesseract, options=PANEL_OPTIONS),
-        Algorithm("ca25d", Ca25dPlan, Ca25d, per_rank.ca25d, mean.ca25d, options=PANEL_OPTIONS),
-        Algorithm(
-            *("oned-column", OnedColumnPlan, OnedColumn, per_rank.oned_column, mean.oned_column),
-            *(Gradients.ALL_REDUCED, SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
-        ),
-        Algorithm(
-            *("oned-row", OnedRowPlan, OnedRow, per_rank.oned_row, mean.oned_row),
-            *(Gradients.ALL_REDUCED, SEQUENCE_OPTIONS, SEQUENCE_VARIANTS),
-        ),
+        Algorithm("tesseract", TesseractPlan, Tesseract, per_rank.tesseract, mean.tesseract),
+        Algorithm("ca25d", Ca25dPlan, Ca25d, per_rank.ca25d, mean.ca25d),
+        Algorithm("oned-column", OnedColumnPlan, OnedColumn, per_rank.oned_column, mean.oned_column, SEQUENCE_VARIANTS),
+        Algorithm("oned-row", OnedRowPlan, OnedRow, per_rank.oned_row, mean.oned_row, SEQUENCE_VARIANTS),
     )
 }
 ALIASES = {"oned": "oned-row"}

@@ -8,14 +8,14 @@ from typing import Any
 
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array, dtype_name
+from ...comm.pending import Completed
 from ...comm.prepared import Prepared
-from ...comm.topology import grids_of
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import add, adds_in_place, scale
 from .checks import is_whole
 from .executor import Executor
-from .panels import BroadcastPanels, Panel, panels
+from .panels import BroadcastPanels, panels
 from .plan import ProductPlan
 from .workspace import Workspace
 
@@ -51,14 +51,12 @@ class SummaPlan(ProductPlan):
         """rows:x columns:y, as each is stored."""
         return Layout((self.x,), (self.y,), names=names)
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
-        """Every R×C of this many ranks, as axes x and y."""
-        return grids_of(ranks, ("x", "y"))
-
 
 class Summa(Executor):
-    """SUMMA: products of one panel at a time. Source: van de Geijn and Watts 1997, here on splits that may be uneven."""
+    """SUMMA: products of one panel at a time, by one of two loops.
+
+    Source: van de Geijn and Watts 1997, here on splits that may be uneven.
+    """
 
     plan: SummaPlan
 
@@ -66,32 +64,17 @@ class Summa(Executor):
         plan, x, y = self.plan, self.grid[self.plan.x], self.grid[self.plan.y]
         extent = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[normal(plan.form)]
         cuts = panels(0, extent, x.size, y.size, plan.panel)
-        self.loop = loop_of(self.workspace, plan.form, x, y, cuts, plan.lookahead)
-
-    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """Run the loop over panels: broadcasts, and for nt and tn one reduction a panel."""
-        self.loop(a, b, out, alpha, beta)
-
-    def _product(self) -> Loop:
-        """Return the loop."""
-        return self.loop
-
-
-Loop = Callable[[Array, Array, Array, Any, Any], None]
+        left = BroadcastPanels(self.workspace, "a", y, "y", 1, cuts, plan.lookahead)
+        right = BroadcastPanels(self.workspace, "b", x, "x", 0, cuts, plan.lookahead)
+        if normal(plan.form) == "nn":
+            self.multiply_into = Outer(self.workspace, plan.form, left, right)
+        else:
+            self.multiply_into = Inner(self.workspace, plan.form, *((right, y) if normal(plan.form) == "nt" else (left, x)))
 
 
 def normal(form: str) -> str:
     """The form with c replaced by t: ownership and communication do not depend on conjugation."""
     return form.replace("c", "t")
-
-
-def loop_of(workspace: Workspace, form: str, x: Axis, y: Axis, cuts: list[Panel], lookahead: bool) -> Loop:
-    """SUMMA's loop for a product of `form` on the plane of x and y."""
-    left = BroadcastPanels(workspace, "a", y, "y", 1, cuts, lookahead)
-    right = BroadcastPanels(workspace, "b", x, "x", 0, cuts, lookahead)
-    if normal(form) == "nn":
-        return Outer(workspace, form, left, right)
-    return Inner(workspace, form, right, y) if normal(form) == "nt" else Inner(workspace, form, left, x)
 
 
 class Outer:
@@ -129,9 +112,8 @@ class Inner:
             if direct:
                 self.workspace.accumulate(*operands, self.form, target, alpha, beta)
                 continue
-            shape = (
-                (self.moving.cuts[count].width, out.shape[1]) if self.a_moves else (out.shape[0], self.moving.cuts[count].width)
-            )
+            width = self.moving.cuts[count].width
+            shape = (width, out.shape[1]) if self.a_moves else (out.shape[0], width)
             slot = count % 2 if self.moving.lookahead else 0
             partial = self.workspace.buffer(f"partial {slot}", shape, out, capacity)
             self.workspace.accumulate(*operands, self.form, partial, alpha, 0)
@@ -152,13 +134,11 @@ class Inner:
     def _reduced(self, count: int, partial: Array, target: Array, beta: Any) -> Callable[[], None]:
         """Start reducing panel `count` onto its owner; the returned function waits for it and adds the sum to C."""
         summed = self._sums[count].of(partial)
-        finish = summed.start(partial, into=partial).wait if self.moving.lookahead else None
-        if finish is None:
-            summed.run(partial, into=partial)
+        lookahead = self.moving.lookahead
+        pending = summed.start(partial, into=partial) if lookahead else Completed(summed.run(partial, into=partial))
 
         def end() -> None:
-            if finish is not None:
-                finish()
+            pending.wait()
             if self.along.index == summed.route.root:
                 add(partial, target, beta)
 

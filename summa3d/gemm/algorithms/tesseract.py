@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Any
 
+from ...comm.axis import Axis
 from ...comm.device.arrays import Array
 from ...layout.layout import Layout
-from .summa import Loop, Summa, SummaPlan, normal
+from .executor import Multiply
+from .summa import Summa, SummaPlan, normal
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,8 @@ class TesseractPlan(SummaPlan):
         copied = {"nn": "b", "nt": "b", "tn": "c", "tt": "a"}[normal(self.form)]
         return Layout((self.x,) if operand == copied else (self.d, self.x), (self.y,), names=names)
 
-    @staticmethod
-    def grids(ranks: int) -> list[dict[str, int]]:
+    @classmethod
+    def grids(cls, ranks: int) -> list[dict[str, int]]:
         """Every q×q×d of this many ranks, the squarest first."""
         return square_grids(ranks)
 
@@ -51,15 +53,16 @@ class Tesseract(Summa):
 
     def _prepare(self) -> None:
         super()._prepare()
-        self.depth = self.grid[self.plan.d]
+        if normal(self.plan.form) == "tn":
+            self.multiply_into = Summed(self.multiply_into, self.grid[self.plan.d])
 
-    def _product(self) -> Loop:
-        """Return the loop, and the sum over depths where there is one."""
-        return self.multiply_into
 
-    def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """SUMMA's loop on this depth; for tn an all-reduce of C along d follows."""
-        if normal(self.plan.form) != "tn":
-            return self.loop(a, b, out, alpha, beta)
+class Summed:
+    """SUMMA's loop on this depth, and an all-reduce of C along d."""
+
+    def __init__(self, loop: Multiply, depth: Axis) -> None:
+        self.loop, self.depth = loop, depth
+
+    def __call__(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         self.loop(a, b, out, alpha, beta if self.depth.index == 0 else 0)  # one depth brings what C held
         self.depth.all_reduce(out, into=out)

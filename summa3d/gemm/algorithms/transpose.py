@@ -13,11 +13,6 @@ from .plan import ProductPlan
 from .workspace import Workspace
 
 
-def exchange(plan: ProductPlan, source: Placement, target: Placement) -> Redistribution:
-    """The redistribution of (B·A)ᵀ, as the product B·A leaves it, to the layout of C."""
-    return Redistribution(plan.c_shape, source, target)
-
-
 class Untransposed(Protocol):
     """The executor of B·A by form nn."""
 
@@ -39,7 +34,7 @@ class Transposed:
     def __init__(self, inner: Untransposed, plan: ProductPlan, grid: BaseGrid) -> None:
         self.inner, self.plan, self.workspace = inner, plan, inner.workspace
         layout = self.inner.plan.c_layout.transposed()
-        moves = exchange(self.plan, Placement.on(grid, layout), Placement.on(grid, self.plan.c_layout))
+        moves = Redistribution(plan.c_shape, Placement.on(grid, layout), Placement.on(grid, plan.c_layout))
         self.kept, self.sent, self.received = moves.kept_by(grid.rank), moves.sent_by(grid.rank), moves.received_by(grid.rank)
         self.world = grid.world
         self.member = {rank: member for member, rank in enumerate(world_ranks(grid))}

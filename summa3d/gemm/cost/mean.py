@@ -27,6 +27,10 @@ class Mean(NamedTuple):
         """Words received."""
         return self.gathered + self.reduced
 
+    def also_reduced(self, words: Real, messages: int) -> Mean:
+        """The same, and a sum of so many words in so many messages."""
+        return self._replace(reduced=self.reduced + words, messages=self.messages + messages)
+
 
 def cuboid(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
     """[(Y−1)mk + (X−1)kn + (Z−1)mn]/P"""
@@ -42,7 +46,7 @@ def agarwal(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
     return Mean(gathered, reduced, q + 1 - 2 / q, 1, m / q, n / q, k / q)
 
 
-def summa(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
+def summa(form: str, m: Real, n: Real, k: Real, grid: Mapping[str, int]) -> Mean:
     """nn [(C−1)mk + (R−1)kn]/P; nt [(R−1)kn + (C−1)mn]/P; tn [(C−1)mk + (R−1)mn]/P; tt, nn of B·A and its transpose."""
     rows, columns = grid["x"], grid["y"]
     ranks = rows * columns
@@ -52,12 +56,12 @@ def summa(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
     if form == "nn":
         gathered = Fraction((columns - 1) * m * k + (rows - 1) * k * n, ranks)
         messages = cuts * (2 - 1 / rows - 1 / columns)
-        return Mean(gathered, 0, messages, cuts, m / rows, n / columns, k / cuts)
+        return Mean(gathered, 0, messages, cuts, float(m / rows), float(n / columns), float(k / cuts))
     if form == "nt":
         gathered, reduced = Fraction((rows - 1) * k * n, ranks), Fraction((columns - 1) * m * n, ranks)
-        return Mean(gathered, reduced, cuts * (columns - 1 / rows), cuts, m / rows, n / cuts, k / columns)
+        return Mean(gathered, reduced, cuts * (columns - 1 / rows), cuts, float(m / rows), float(n / cuts), float(k / columns))
     gathered, reduced = Fraction((columns - 1) * m * k, ranks), Fraction((rows - 1) * m * n, ranks)
-    return Mean(gathered, reduced, cuts * (rows - 1 / columns), cuts, m / cuts, n / columns, k / rows)
+    return Mean(gathered, reduced, cuts * (rows - 1 / columns), cuts, float(m / cuts), float(n / columns), float(k / rows))
 
 
 def cannon(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
@@ -73,26 +77,18 @@ def cannon(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
 def tesseract(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
     """nn (q−1)(mk/d + kn)/q²; nt (q−1)(kn + mn/d)/q²; tn [(q−1)(mk/d + mn) + 2(d−1)/d·mn]/q²; tt, nn of B·A and its transpose."""
     q, d = grid["x"], grid["d"]
-    plane, cuts = {"x": q, "y": q}, q
     if form == "tt":
         return _with_transpose(tesseract("nn", n, m, k, grid), m, n, q * d, q)
-    if form == "nn":
-        gathered = Fraction(q - 1, q * q) * (Fraction(m * k, d) + k * n)
-        return Mean(gathered, 0, 2 * (q - 1), cuts, m / (q * d), n / q, k / q)
-    if form == "nt":
-        gathered, reduced = Fraction((q - 1) * k * n, q * q), Fraction((q - 1) * m * n, q * q * d)
-        return Mean(gathered, reduced, summa("nt", m, n, k, plane).messages, cuts, m / (q * d), n / q, k / q)
-    gathered = Fraction((q - 1) * m * k, q * q * d)
-    reduced = Fraction((q - 1) * m * n, q * q) + Fraction(2 * (d - 1) * m * n, d * q * q)
-    return Mean(gathered, reduced, summa("tn", m, n, k, plane).messages + 2 * (d - 1), cuts, m / q, n / q, k / (q * d))
+    if form != "tn":
+        return summa(form, Fraction(m, d), n, k, grid)
+    layer = summa("tn", m, n, Fraction(k, d), grid)
+    return layer.also_reduced(Fraction(2 * (d - 1) * m * n, d * q * q), 2 * (d - 1))
 
 
 def ca25d(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
     """[(q−1)(mk + kn) + (d−1)mn]/P"""
     q, d = grid["x"], grid["d"]
-    ranks = q * q * d
-    gathered, reduced = Fraction((q - 1) * (m * k + k * n), ranks), Fraction((d - 1) * m * n, ranks)
-    return Mean(gathered, reduced, 2 * (q - 1) + d - 1, q, m / q, n / q, k / (q * d))
+    return summa("nn", m, n, Fraction(k, d), grid).also_reduced(Fraction((d - 1) * m * n, q * q * d), d - 1)
 
 
 def oned_column(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean:
@@ -106,7 +102,7 @@ def oned_row(form: str, m: int, n: int, k: int, grid: Mapping[str, int]) -> Mean
     return Mean(0, Fraction(2 * (t - 1) * m * n, t), 2 * (t - 1), 1, m, n, k / t)
 
 
-def _with_transpose(mean: Mean, m: int, n: int, rows: int, columns: int) -> Mean:
+def _with_transpose(mean: Mean, m: Real, n: Real, rows: int, columns: int) -> Mean:
     """And C exchanged across the diagonal: about all of it, each block in as many pieces as the splits make of it."""
     ranks, pieces = rows * columns, max(rows, columns) / min(rows, columns)
     return mean._replace(gathered=mean.gathered + Fraction((ranks - 1) * m * n, ranks * ranks), messages=mean.messages + pieces)

@@ -24,7 +24,6 @@ from ..algorithms.panels import panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from ..algorithms.transpose import exchange
 from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
@@ -236,7 +235,8 @@ def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditio
     """What `transpose.Transposed` adds to the product B·A: the words of C's block that a rank does not hold after it."""
     points = [coordinates for coordinates, _ in Layout().blocks((), grid_shape)]
     layout = plan.swapped().c_layout.transposed()
-    moves: Redistribution = exchange(plan, Placement(layout, grid_shape, points), Placement(plan.c_layout, grid_shape, points))
+    source, target = (Placement(one, grid_shape, points) for one in (layout, plan.c_layout))
+    moves = Redistribution(plan.c_shape, source, target)
 
     def cost_of(at: Coordinates) -> Cost:
         rank = points.index(dict(at))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any
 
 from ..algorithms.cuboid import CuboidPlan
-from ..algorithms.gradients import GRADIENTS, Gradients, gradient_plans
+from ..algorithms.gradients import GRADIENTS, gradient_plans
 from ..algorithms.oned import OnedPlan
 from ..algorithms.plan import ProductPlan
 from ..algorithms.registry import algorithm_of
 from .per_rank import plan_steps
-from .steps import Coordinates, Cost, GridShape, Volume, all_reduce, block_words, gather, scatter, without
+from .steps import Coordinates, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter, without
 
 __all__ = [
     "Coordinates",
@@ -59,47 +58,32 @@ def gradients(
     The cuboid gathers dC once for both, gathers A and B again (`regather`) or keeps them, and scatters dA and dB. The 1-D
     products all-reduce the gradient whose inner dim is split. Others take products of their own algorithm.
     """
-    cost_of = COSTS[algorithm_of(plan).gradients](plan, grid_shape, regather, need_a, need_b)
-    return Volume(grid_shape, lambda at: replace(cost_of(at), workspace=0))
+    plans = () if isinstance(plan, (CuboidPlan, OnedPlan)) else gradient_plans(plan)
+    products = [of_plan(found, grid_shape) for found, needed in zip(plans, (need_a, need_b), strict=False) if needed]
 
-
-GradientCost = Callable[[Coordinates], Cost]
-
-
-def _gathered(plan: CuboidPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> GradientCost:
     def cost_of(at: Coordinates) -> Cost:
-        a, b, _ = plan_steps(plan, grid_shape, at)
-        total = gather(plan.c_layout, plan.c_shape, plan.z, grid_shape, at)
-        if need_a:
-            total += scatter(plan.a_layout, plan.a_shape, plan.y, grid_shape, at)
-            total += b if regather else Cost(0, 0)
-        if need_b:
-            total += scatter(plan.b_layout, plan.b_shape, plan.x, grid_shape, at)
-            total += a if regather else Cost(0, 0)
-        return total
+        if isinstance(plan, CuboidPlan):
+            moves = _gathered(plan, grid_shape, at, regather, need_a, need_b)
+        elif isinstance(plan, OnedPlan):
+            moves = _all_reduced(plan, grid_shape, at, need_a, need_b)
+        else:
+            moves = [product.cost_of(at) for product in products]
+        return replace(combined(*moves), workspace=0)
 
-    return cost_of
+    return Volume(grid_shape, cost_of)
 
 
-def _all_reduced(plan: OnedPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> GradientCost:
+def _gathered(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, regather: bool, need_a: bool, need_b: bool) -> list[Cost]:
+    a, b, _ = plan_steps(plan, grid_shape, at)
+    moves = [gather(plan.c_layout, plan.c_shape, plan.z, grid_shape, at)]
+    if need_a:
+        moves += [scatter(plan.a_layout, plan.a_shape, plan.y, grid_shape, at), *([b] if regather else [])]
+    if need_b:
+        moves += [scatter(plan.b_layout, plan.b_shape, plan.x, grid_shape, at), *([a] if regather else [])]
+    return moves
+
+
+def _all_reduced(plan: OnedPlan, grid_shape: GridShape, at: Coordinates, need_a: bool, need_b: bool) -> list[Cost]:
     wanted = zip(plan.stored, GRADIENTS[plan.form], (need_a, need_b), strict=False)
     summed = [operand for operand, gradient, needed in wanted if needed and gradient.inner == plan.split_dim]
-
-    def cost_of(at: Coordinates) -> Cost:
-        words = (block_words(*operand, grid_shape, at) for operand in summed)
-        return sum((all_reduce(count, (plan.y,), grid_shape, at) for count in words), Cost(0, 0))
-
-    return cost_of
-
-
-def _as_products(plan: ProductPlan, grid_shape: GridShape, regather: bool, need_a: bool, need_b: bool) -> GradientCost:
-    wanted = zip(gradient_plans(plan), (need_a, need_b), strict=True)
-    volumes = [of_plan(found, grid_shape) for found, needed in wanted if needed]
-    return lambda at: sum((volume.cost_of(at) for volume in volumes), Cost(0, 0))
-
-
-COSTS: dict[Gradients, Callable[[Any, GridShape, bool, bool, bool], GradientCost]] = {
-    Gradients.GATHERED: _gathered,
-    Gradients.ALL_REDUCED: _all_reduced,
-    Gradients.PRODUCTS: _as_products,
-}
+    return [all_reduce(block_words(*operand, grid_shape, at), (plan.y,), grid_shape, at) for operand in summed]

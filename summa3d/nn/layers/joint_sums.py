@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...autograd.function import Function, once_differentiable
-from ...autograd.recompute import weights_in
+from ...autograd.recompute import WeightPlace, weights_in
 from ...comm.axis import Axis
 
 
@@ -53,20 +53,14 @@ class JointSums:
     """
 
     def __init__(self, shape: Mapping[str, int], module: nn.Module) -> None:
-        groups: dict[tuple[str, ...], tuple[list[VectorSum], list[tuple[nn.Module, str]]]] = {}
+        groups: dict[tuple[str, ...], list[tuple[VectorSum, WeightPlace]]] = {}
         for layer in module.modules():
             summed: VectorSum | None = getattr(layer, "vector_sum", None)
-            if summed is None or summed.rows.size == 1:
-                continue
-            plane = tuple(axis for axis in summed.rows.names if shape[axis] > 1)
-            vectors = [(layer, name) for name, vector in layer._parameters.items() if vector is not None and vector.dim() == 1]
-            if vectors:
-                sums, places = groups.setdefault(plane, ([], []))
-                sums.append(summed)
-                places += vectors
-        together = [(sums, places) for sums, places in groups.values() if len(places) > 1]
-        self._groups = [(sums[0].rows, places) for sums, places in together]
-        self._sums = [vector_sum for sums, _ in together for vector_sum in sums]
+            if summed is not None and summed.rows.size > 1:
+                plane = tuple(axis for axis in summed.rows.names if shape[axis] > 1)
+                vectors = (name for name, one in layer._parameters.items() if one is not None and one.dim() == 1)
+                groups.setdefault(plane, []).extend((summed, (layer, name)) for name in vectors)
+        self._groups = [group for group in groups.values() if len(group) > 1]
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -74,10 +68,9 @@ class JointSums:
         if not self._groups or not torch.is_grad_enabled():
             yield
             return
-        places, used = list[tuple[nn.Module, str]](), list[Tensor]()
-        for rows, together in self._groups:
-            places += together
-            used += _Joint.apply(rows, *[module._parameters[name] for module, name in together])
+        places, used = [place for group in self._groups for _, place in group], list[Tensor]()
+        for group in self._groups:
+            used += _Joint.apply(group[0][0].rows, *[module._parameters[name] for _, (module, name) in group])
         with weights_in(places, used):
             self._mark(True)
             try:
@@ -86,5 +79,6 @@ class JointSums:
                 self._mark(False)
 
     def _mark(self, joint: bool) -> None:
-        for vector_sum in self._sums:
-            vector_sum.joint = joint
+        for group in self._groups:
+            for vector_sum, _ in group:
+                vector_sum.joint = joint

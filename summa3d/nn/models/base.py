@@ -22,9 +22,10 @@ from ..context import Context
 from ..layers.attention import AttentionCore
 from ..layers.attention_mask import Visible, restarting_positions, visible
 from ..layers.dropout import Batch, Dropout
-from ..layers.embedding import Embedding
+from ..layers.embedding import Embedding, Positions
 from ..layers.loss import cross_entropy
 from ..layers.norm import new_norm
+from ..parameter import initialise
 from .batch_check import check_ids, check_shapes, check_tensors
 from .block import Block
 
@@ -152,7 +153,7 @@ class Body(nn.Module, ABC):
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
 
-    def check_labels(self, labels: Tensor) -> None:
+    def check_labels(self, labels: Tensor | None) -> None:
         """Raise DataError where a counted label (≥ 0) is outside the vocabulary (checked on the host only, `check_ids`)."""
         check_ids("labels", labels, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}", ignored=True)
 
@@ -192,7 +193,7 @@ class Body(nn.Module, ABC):
 
 
 class LanguageModel(Body):
-    """A decoder that predicts the next token: embedding, blocks, final norm, head.
+    """A decoder that predicts the next token: embedding, learned positions or rotary ones, blocks, final norm, head.
 
     ``model(tokens, labels)`` takes the *global* batch [b, s] (int64, equal on every rank; each rank uses its rows) and
     returns the global mean loss on every rank. After ``loss.backward()`` each parameter's ``.grad`` is its block of the
@@ -204,18 +205,23 @@ class LanguageModel(Body):
         super().__init__(config, scheme, seed)
         self.embedding = Embedding(config.vocabulary, config.hidden, scheme.on_ends(True, config.tied), dtype=dtype)
         self.add_blocks(dtype)
-        self.norm = new_norm(config, scheme.on_ends(last=True), dtype=dtype)
+        first, last = scheme.on_ends(first=True), scheme.on_ends(last=True)
+        self.norm = new_norm(config, last, dtype=dtype)
+        rotary = "rotary_base" in config.architecture.options
+        self.positions = None if rotary else Positions(config.sequence, config.hidden, first, dtype=dtype)
+        self.head = None if config.tied else Embedding(config.vocabulary, config.hidden, last, dtype=dtype)
+        initialise(self, scheme, seed)
 
     def output(self) -> Embedding:
-        """The table of the head, which maps the residual stream to logits."""
-        return self.embedding
+        """The table of the head, which maps the residual stream to logits: its own, or the embedding's where the head is tied."""
+        return self.embedding if self.head is None else self.head
 
     def positioned(self, x: Tensor, sequence: int, positions: Tensor | None) -> Tensor:
-        """Add the family's learned positions, if any, to the embedded tokens x.
+        """Add the learned positions, if any, to the embedded tokens x.
 
         positions : global [b, s]; None for 0 … sequence−1
         """
-        return x
+        return x if self.positions is None else self.positions(x, sequence, positions)
 
     def forward(
         self,
@@ -246,8 +252,7 @@ class LanguageModel(Body):
     def check(self, inputs: Inputs) -> None:
         """Raise LayoutError, ShapeError or DataError for tokens, labels or masks that the model cannot take (`check_tokens`)."""
         check_shapes(**inputs)
-        if "labels" in inputs:
-            self.check_labels(inputs["labels"])
+        self.check_labels(inputs.get("labels"))
         self.check_tokens(inputs["tokens"])
 
     def enter(self, inputs: Inputs, batch: Batch) -> Tensor:

@@ -91,8 +91,7 @@ class BERT(Body):
         check_shapes(**{name: tensor for name, tensor in inputs.items() if name != "relation"})
         if relation is not None and relation.shape != tokens.shape[:1]:
             raise ShapeError(f"relation has shape {tuple(relation.shape)}; {len(tokens)} rows need shape ({len(tokens)},).")
-        if "labels" in inputs:
-            self.check_labels(inputs["labels"])
+        self.check_labels(inputs.get("labels"))
         check_ids("relation", relation, 2, "there are 2 classes", ignored=True)
         self.check_tokens(tokens)
         check_ids("types", inputs.get("types"), TYPES, f"there are {TYPES}")
