@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from inspect import signature
 from math import prod
 from threading import current_thread
 from typing import Any, NoReturn
@@ -139,10 +140,6 @@ class Checks:
             return None
         return f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
 
-    def op_problem(self, op: object) -> str | None:
-        """The reason why `op` names no reduction; None if it is a text, of which the transport says what it means."""
-        return None if isinstance(op, str) else f"Reduction {op!r} is not defined; it is a text, such as sum."
-
     def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
         if self.debug:
@@ -206,28 +203,29 @@ def _not_whole(name: str, what: str, value: object, least: int | None = None) ->
 
 ROUTES = 1024
 """Routes that an axis keeps; a step of training takes the same few again and again."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all")
 
 
 class Routes:
-    """The routes of an axis's calls: each is checked and counted once for all calls that are alike."""
+    """The routes of an axis's calls: each is checked and counted once for all calls that are alike.
+
+    There is a method for each operation. array : what is sent, or overwritten. into : where the result goes, if a caller says so.
+    parts : workspace of a reduce-scatter. What follows them are the operation's options.
+    """
 
     def __init__(self, checks: Checks) -> None:
         self.checks, self.size, self.index, self.label = checks, checks.size, checks.index, checks.label
         self._routes: dict[Hashable, Route] = {}
 
-    def of(self, kind: str, array: Array, into: Array | None, parts: Array | None, options: Mapping[str, Any]) -> Route:
-        """The route of a collective of a kind, with its options."""
-        if kind == "all_gather":
-            return self.gather(array, into=into, **options)
-        if kind == "reduce_scatter":
-            return self.scatter(array, into=into, parts=parts, **options)
-        if kind in ("all_reduce", "reduce"):
-            return self.reduction(kind, array, into=into, **options)
-        if into is not None:
-            self.checks.refuse(kind, array, {"shape": tuple(array.shape)}, f"{kind} over {self.label} takes no into.")
-        return self.from_root(array, **options) if kind == "broadcast" else self.exchange(array, **options)
-
-    def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
+    def all_gather(
+        self,
+        block: Array,
+        into: Array | None,
+        parts: None,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        view: bool = False,
+    ) -> Route:
         """The route of an all-gather."""
         if sizes is not None and type(sizes) is not tuple:
             sizes = listed("all_gather", sizes)
@@ -238,8 +236,8 @@ class Routes:
         words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
 
-    def scatter(
-        self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, parts: Array | None = None
+    def reduce_scatter(
+        self, array: Array, into: Array | None, parts: Array | None, dim: int = 0, sizes: Sequence[int] | None = None
     ) -> Route:
         """The route of a reduce-scatter."""
         if sizes is not None and type(sizes) is not tuple:
@@ -255,16 +253,23 @@ class Routes:
         words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, extents))
 
-    def reduction(
-        self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
-    ) -> Route:
-        """The route of an all-reduce, or of a reduce onto `root`."""
+    def all_reduce(self, array: Array, into: Array | None, parts: None, op: str = "sum", in_order: bool = False) -> Route:
+        """The route of an all-reduce."""
+        return self._reduction("all_reduce", array, into, op, None, in_order)
+
+    def reduce(self, array: Array, into: Array | None, parts: None, root: int = 0, op: str = "sum") -> Route:
+        """The route of a reduction onto the root."""
+        return self._reduction("reduce", array, into, op, root, True)
+
+    def _reduction(self, name: str, array: Array, into: Array | None, op: Any, root: int | None, in_order: bool) -> Route:
         in_place = into is not None and into is array and is_writable(array)
         key, route = self._known(name, array, None if in_place else into, op, root, in_order)
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = (self.checks.root_problem(root) if name == "reduce" else None) or self.checks.op_problem(op)
+        problem = None if name == "all_reduce" else self.checks.root_problem(root)
+        if problem is None and not isinstance(op, str):  # of a text the transport says what it means
+            problem = f"Reduction {op!r} is not defined; it is a text, such as sum."
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
         self.checks.agreed(name, array, facts, problem)
@@ -275,7 +280,7 @@ class Routes:
         route = Route(name, is_on_device(array), words, messages, op=op, root=-1 if root is None else root, in_order=in_order)
         return self._kept(key, route)
 
-    def from_root(self, array: Array, root: int) -> Route:
+    def broadcast(self, array: Array, into: None, parts: None, root: int = 0) -> Route:
         """The route of a broadcast."""
         key, route = self._known("broadcast", array, None, root)
         if route is not None and (not route.words or is_writable(array)):
@@ -285,7 +290,15 @@ class Routes:
         self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
         return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
 
-    def exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
+    def all_to_all(
+        self,
+        array: Array,
+        into: None,
+        parts: None,
+        dim: int = 0,
+        sizes: Sequence[int] | None = None,
+        receive_sizes: Sequence[int] | None = None,
+    ) -> Route:
         """The route of an all-to-all."""
         sizes = None if sizes is None else listed("all_to_all", sizes)
         receive_sizes = None if receive_sizes is None else listed("all_to_all", receive_sizes)
@@ -299,14 +312,22 @@ class Routes:
             key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, extents, receive_sizes=received)
         )
 
-    def message(self, name: str, array: Array, peer: int, tag: int) -> Route:
-        """The route of a message to or from member `peer`."""
+    def send(self, array: Array, into: None, parts: None, to: int, tag: int) -> Route:
+        """The route of a message to member `to`."""
+        return self._message("send", array, to, tag, 0)
+
+    def receive(self, array: Array, into: None, parts: None, source: int, tag: int) -> Route:
+        """The route of a message from member `source`."""
+        route = self._message("receive", array, source, tag, 1)
+        self.checks.target("receive", array)
+        return route
+
+    def _message(self, name: str, array: Array, peer: int, tag: int, arriving: int) -> Route:
         key, route = self._known(name, array, None, peer, tag)
         if route is not None:
             return route
         self.checks.peer(name, peer, tag)
-        arriving = name == "receive"
-        return self._kept(key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag))
+        return self._kept(key, Route(name, is_on_device(array), count(array) * arriving, arriving, root=peer, tag=tag))
 
     def _known(self, name: str, array: Array, into: Array | None, *rest: Hashable) -> tuple[Hashable, Route | None]:
         """What calls like this one have in common, and their route; None where this one must be checked itself.
@@ -338,3 +359,8 @@ def listed(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         return tuple(sizes)
     except TypeError as error:
         raise ShapeError(f"{name}: sizes are whole numbers, one per member; they are given as {sizes!r}.") from error
+
+
+def options_of(settle: Callable[..., Route]) -> list[str]:
+    """The names of an operation's options: what its method of `Routes` takes behind the arrays."""
+    return list(signature(settle).parameters)[3:]
