@@ -18,7 +18,7 @@ from .health import flight
 from .health.agreement import world_ranks
 from .pending import Pending
 from .profile.ledger import Ledger
-from .transport.transports import Freed, Transports
+from .transport.transports import Transports
 
 
 class Axis(OfThisProcess):
@@ -222,7 +222,5 @@ class Axis(OfThisProcess):
 
 def free(axis: Axis) -> None:
     """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
-    before, axis.transports = axis.transports, Freed(axis.transports.members)
-    axis.checks.transports = axis.lock.shared = axis.calls.transports = axis.transports
     axis.records.ranks = None  # the communicator, which would name them, is gone soon
-    before.free()
+    axis.transports.free()

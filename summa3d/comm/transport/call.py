@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mpi4py import MPI
 
@@ -161,9 +161,9 @@ class Carried:
         return are_done(self.requests)
 
 
-def of_freed(label: str) -> GridError:
-    """The error of whatever an axis is asked for that was freed."""
-    return GridError(f"axis {label} was freed with its grid, and communicates no more. Make another grid.")
+def refuse_freed(label: str, *asked: Any, **options: Any) -> NoReturn:
+    """Raise the error of whatever an axis is asked for that was freed."""
+    raise GridError(f"axis {label} was freed with its grid, and communicates no more. Make another grid.")
 
 
 def wait_for(requests: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from ..device.arrays import Array, empty, is_torch
 from ..health.agreement import world_ranks
 from ..health.failure import said
 from ..health.signatures import Signatures
-from .call import Carried, of_freed
+from .call import Carried, refuse_freed
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 from .slot_collective import ALL, SlotCollective, Views, row_major
 
@@ -97,7 +97,7 @@ class Slot(Carried):
             result, self._result, self.keep = self._result, None, None
             return result
         if self.buffer.released:
-            raise of_freed(self.buffer.flags.label)
+            refuse_freed(self.buffer.flags.label)
         try:
             plan = collective.plan
             if plan.waits_for == ALL:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Any
 
 from mpi4py import MPI
 
 from ...errors import GridError
 from ..device.arrays import Array, is_on_device
 from . import probe
-from .call import MESSAGES, Carried, Members, Route, of_freed
+from .call import MESSAGES, Carried, Members, Route, refuse_freed
 from .cuda_aware import CudaAwareTransport
 from .flat import FlatTransport
 from .host import HostTransport
@@ -28,7 +29,7 @@ class Transports:
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.node = None if members.node is None or members.size == 1 else NodeTransport(members, members.node)
+        self.node = NodeTransport.over(members)
         self.host: FlatTransport = HostTransport()
         self.choice: TransportChoice | None = None
         self._device: Any = None
@@ -41,7 +42,7 @@ class Transports:
     def fail(self, error: BaseException) -> None:
         """Have the other members raise this error, too, where they share a node's memory; through MPI they cannot learn it."""
         if self.node is not None:
-            self.node.fail(error)
+            self.node.buffer.fail(error)
 
     def carry(
         self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
@@ -76,7 +77,7 @@ class Transports:
     @property
     def node_bytes(self) -> int | None:
         """This rank's share of the memory that the members share in their node; None where they share none."""
-        return None if self.node is None else self.node.node_bytes
+        return None if self.node is None else self.node.buffer.size_bytes
 
     def refuse(self, text: str) -> None:
         """Let members that share a node's memory compare a call that this one refuses: those that make another one raise, too."""
@@ -85,8 +86,10 @@ class Transports:
 
     def barrier(self) -> None:
         """Return once every member has called; members that share a node wait asleep."""
-        if self.node is None or not self.node.barrier():
+        if self.node is None:
             self.members.comm.Barrier()
+        else:
+            self.node.barrier()
 
     def of(self, array: Array) -> Any:
         """The transport for collectives on `array`; the first one on a device is collective.
@@ -133,31 +136,17 @@ class Transports:
             self.node.end()
 
     def free(self) -> None:
-        """Release the node's memory and what the device transport holds (collective, after `end` of all axes of the grid)."""
-        if self._device is not None:
-            self._device.close()
-            self._device = None
-        if self.node is not None:
-            self.node.free()
+        """Release the node's memory and what the device transport holds (collective, after `end` of all axes of the grid).
 
-
-class Freed(Transports):
-    """What stands for the transports of an axis that has been freed: whatever it is asked for raises GridError."""
-
-    def __init__(self, members: Members) -> None:
-        self.members, self.node = members, None
-
-    def check(self, *asked: Any, **named: Any) -> NoReturn:
-        """Raise GridError."""
-        raise of_freed(self.members.label)
-
-    carry = allocate = barrier = of = between_two = check
-
-    def fail(self, error: BaseException) -> None:
-        """Do nothing: no member communicates over it any more."""
-
-    def free(self) -> None:
-        """Do nothing: it is freed."""
+        Whatever the axis is asked for afterwards raises GridError; who holds these transports need not be told.
+        """
+        node, device, self.node, self._device = self.node, self._device, None, None
+        asked = ("carry", "check", "allocate", "barrier", "of", "between_two")
+        vars(self).update(dict.fromkeys(asked, partial(refuse_freed, self.members.label)))
+        if device is not None:
+            device.close()
+        if node is not None:
+            node.free()
 
 
 TransportFactory = Callable[[Members], Transports]
