@@ -16,7 +16,7 @@ from .checks import Checks
 from .device.arrays import Array, copy_into, dtype_name
 from .health import flight
 from .health.failure import check_comm
-from .pending import Begun, Completed, Pending, cpu_seconds
+from .pending import Completed, Pending, Reported, cpu_seconds
 from .profile.ledger import Amounts
 from .transport.call import Members, Route
 from .transport.transports import Transports
@@ -97,7 +97,7 @@ class Calls:
         try:
             with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
                 carry = partial(self.transports.carry, route, array, into, blocking, parts)
-                pending = Begun(carry, self.transports.of, route, array).recorded(ledger, self.label)
+                pending = Reported(carry, self.transports.of, route, array).record(ledger, self.label)
         except BaseException as error:
             self._failed(number, error)
             raise

@@ -14,10 +14,9 @@ from mpi4py import MPI
 
 from ..errors import AgreementError, GridError
 from .axis import Axis
-from .checks import Checks
 from .device.arrays import Array, count, dtype_name, is_on_device, place_of
 from .health import flight
-from .pending import Begun, Pending
+from .pending import Pending, Reported
 from .transport.call import Route
 from .transport.nccl import NcclLink, NcclTransport
 from .transport.p2p import CODES, HEADER
@@ -103,7 +102,6 @@ class Channel:
         if axis.size > 1 and axis.comm != MPI.COMM_NULL:  # a dry run has no communicator
             self._members = replace(self._members, comm=axis.comm.Dup())
             self.ranks = tuple(axis.comm.group.Translate_ranks(list(self.ranks), MPI.COMM_WORLD.group))
-        self._checks = Checks(self._members, axis.transports, axis.check)
         self._nccl: dict[Link, NcclLink] = {}
         self._sends: list[Pending] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
@@ -143,17 +141,15 @@ class Channel:
             self._headers.append((request, header))
         route = self._message("send", array, 0, stage, kind, link.target)
         number = self.axis.records.begin(route, array, time.perf_counter(), flight.BEGUN)
-        sent = self._begin(route, array, link).recorded(self.axis.ledger, self.axis.label)
-        sent.number = number
-        self._sends.append(sent)
+        self._sends.append(self._begin(route, array, link, number).record(self.axis.ledger, self.axis.label))
 
     def start_receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Incoming:
         """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
         link, tag = self._checked("receive", out, stage, kind), self._tag(stage, kind)
-        self._checks.target("receive", out)
+        self.axis.checks.target("receive", out)
         route = self._message("receive", out, count(out), stage, kind, link.source)
         number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
-        incoming = Incoming(self, number, partial(self._begin, route, out, link))
+        incoming = Incoming(self, number, partial(self._begin, route, out, link, number))
         if self.axis.check:
             incoming.expect(_header(out, stage, kind, micro), link.source, self._header_tag(tag))
         else:
@@ -201,7 +197,7 @@ class Channel:
         if self.comm != self.axis.comm:
             self.comm.Free()
 
-    def _begin(self, route: Message, array: Array, link: Link) -> Begun:
+    def _begin(self, route: Message, array: Array, link: Link, number: int) -> Reported:
         transport: Any = self.axis.transports.host
         if route.on_device:
             transport = self.axis.transports.between_two(array)
@@ -213,7 +209,9 @@ class Channel:
                 transport = self._nccl[link]
                 route.root = int(route.operation == "send")  # of two: the source, then the target
         carry = partial(transport.carry, self._members, route, array, None, False)
-        return Begun(carry, lambda array: transport, route, array)
+        begun = Reported(carry, lambda array: transport, route, array)
+        begun.number = number
+        return begun
 
     def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Message:
         """The route of messages like this one, which is kept: the flight recorder writes its text once."""
@@ -239,7 +237,7 @@ class Channel:
         if self.freed:
             raise GridError(f"the channel of {self.axis.label} was freed, and carries no more messages. Make another.")
         self.axis.transports.check()
-        self._checks.array(way, array)
+        self.axis.checks.array(way, array)
         own = self._own[way]
         if not isinstance(kind, str) or not isinstance(stage, int) or (kind, stage) not in own:
             known = ", ".join(f"{kind} for stage {stage}" for kind, stage in sorted(own)) or "nothing"
@@ -256,13 +254,12 @@ class Incoming:
     In debug mode only its header is posted: what is not the awaited message may be larger than the array.
     """
 
-    def __init__(self, channel: Channel, number: int, start: Callable[[], Begun]) -> None:
+    def __init__(self, channel: Channel, number: int, start: Callable[[], Reported]) -> None:
         self._channel, self._number, self._start = channel, number, start
-        self._begun: Begun | None = None
+        self._begun: Reported | None = None
         self._header: tuple[MPI.Request, bytearray, bytes] | None = None
-        self._pending: Pending | None = None
 
-    def begin(self) -> Begun:
+    def begin(self) -> Reported:
         """Post the receive of the array, once."""
         self._begun = self._begun or self._start()
         return self._begun
@@ -279,12 +276,9 @@ class Incoming:
         Raises AgreementError, in debug mode, where something else was sent.
         """
         channel = self._channel
-        if self._pending is None:
-            if self._header is not None:
-                self._compare(*self._header)
-            self._pending = self.begin().recorded(channel.axis.ledger, channel.axis.label)
-            self._pending.number = self._number
-        result = self._pending.wait()
+        if self._begun is None and self._header is not None:
+            self._compare(*self._header)
+        result = self.begin().record(channel.axis.ledger, channel.axis.label).wait()
         channel._posted.discard(self)
         return result
 

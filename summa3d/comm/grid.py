@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
@@ -14,7 +14,6 @@ from ..node_support import watchdog_seconds
 from .axis import Axis
 from .axis_lock import OfThisProcess
 from .communicators import Communicators, NoCommunicators, checked_comm, comm_of, release
-from .device.arrays import Array
 from .device.backend import Backend
 from .health import flight
 from .health.agreement import check_agreement
@@ -23,7 +22,7 @@ from .health.watchdog import guard
 from .job import Job
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
-from .transport.call import Carried, Members, Route
+from .transport.call import Members, Route
 from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
 
@@ -337,9 +336,7 @@ class SubGrid(BaseGrid):
 class Unconnected(Transports):
     """The transports of an axis of a grid without processes: its collectives raise GridError."""
 
-    def carry(
-        self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
-    ) -> Carried:
+    def carry(self, route: Route, *arrays: Any, **options: Any) -> NoReturn:
         """Raise GridError: the axis has no other process to communicate with."""
         raise GridError(
             f"{route.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "

@@ -53,14 +53,11 @@ class HostTransport(FlatTransport):
         """The MPI datatype of an array's elements. Raises ShapeError for a dtype that cannot be communicated."""
         kind = KINDS.get(array.dtype)
         if kind is None:
-            kind = KINDS[array.dtype] = self._datatype(array)
+            name = dtype_name(array)
+            if name not in DATATYPES:
+                raise ShapeError(f"dtype {name} cannot be communicated; supported: {', '.join(DATATYPES)}.")
+            kind = KINDS[array.dtype] = DATATYPES[name]
         return kind
-
-    def _datatype(self, array: Array) -> MPI.Datatype:
-        name = dtype_name(array)
-        if name not in DATATYPES:
-            raise ShapeError(f"dtype {name} cannot be communicated; supported: {', '.join(DATATYPES)}.")
-        return DATATYPES[name]
 
     def operation(self, array: Array, op: str) -> MPI.Op:
         """The MPI reduction `op` for an array's dtype."""

@@ -10,6 +10,7 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from ...errors import Summa3dError
 from ..device.arrays import Array, contiguous, copy_into, count, detached, dtype_name, empty, is_contiguous, place_of, share
 from ..health.signatures import Signed, signed
 from .call import ALL_REDUCE_LIMIT, Carried, Members, Route
@@ -48,7 +49,11 @@ class NodeTransport:
     def check(self) -> None:
         """Raise GridError where a member has failed in the middle of a communication."""
         if self.buffer.flags.broken:
-            self.buffer.refuse()
+            try:
+                self.buffer.flags.check()
+            except Summa3dError as error:
+                self.buffer.fail(error)  # its own flags too, so that no member waits for it
+                raise
 
     def refuse(self, text: str) -> None:
         """Post a call that this member refuses, for the others to compare with theirs."""
@@ -115,6 +120,7 @@ class NodeTransport:
         if views is None:
             with lasting(collective.is_torch):
                 views = collective.views[slot.place] = collective.views_in(slot.part)
+            buffer.seen.add(collective)
         slot.collective, slot.views, slot.keep = collective, views, array
         slot.into = array if collective.in_place else into
         if allocated is None:
@@ -124,7 +130,7 @@ class NodeTransport:
         else:
             slot.post()
             if collective.gives_view and into is None:
-                buffer.view(slot)
+                slot.viewed, buffer.viewed = True, slot  # until the next slot is taken
         return slot
 
     def _compare_for_mpi(self, route: Route, number: int, blocking: bool) -> None:
@@ -184,14 +190,13 @@ class NodeTransport:
         collective = in_slots(route, array, self.members, self.rule)
         if collective.in_slots and isinstance(collective, SlotCollective) and collective.nbytes <= BRIEF:
             route.naps = self.buffer.flags.naps
-        self.buffer.grown.update(collective.steps)
         return collective
 
 
 class Elsewhere:
     """A collective that is left to another transport."""
 
-    in_slots, steps = False, ()
+    in_slots = False
 
 
 ELSEWHERE = Elsewhere()
@@ -211,7 +216,6 @@ class AllReduceInParts:
         scatter, gather = (Route(name, False, 0, 0, 0, self.sizes) for name in ("reduce_scatter", "all_gather"))
         self.scatter = SlotCollective(scatter, empty((n,), like), index, size)
         self.gather = SlotCollective(gather, empty((self.sizes[index],), like), index, size)
-        self.steps = self.scatter, self.gather
 
     def begin(self, begin: Begin, array: Array, into: Array | None, fail: Callable[[BaseException], None]) -> Carried | None:
         """Begin the reduce-scatter. begin : begins a step. fail : tells the other members of an error in what completes it."""

@@ -18,7 +18,6 @@ from weakref import WeakSet
 import numpy as np
 from mpi4py import MPI
 
-from ...errors import Summa3dError
 from ..device.arrays import Array, empty, is_torch
 from ..health.agreement import world_ranks
 from ..health.failure import said
@@ -152,14 +151,14 @@ class NodeBuffer:
         self.memories: list[mmap.mmap | None] = [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
         self._flats: list[dict[Any, Array]] = [{} for _ in range(SLOTS)]
-        self.grown: WeakSet[SlotCollective] = WeakSet()
+        self.seen: WeakSet[SlotCollective] = WeakSet()
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
-        members = [member for member in range(self.size) if member != self.index]
-        self.own = [[self.flag(kind, self.index, place) for place in range(SLOTS)] for kind in range(FLAGS)]
-        self.posted = [[self.flag(POSTED, member, place) for place in range(SLOTS)] for member in range(self.size)]
+        flags, members = self.flags, [member for member in range(self.size) if member != self.index]
+        self.own = [[flags.place(kind, self.index, place) for place in range(SLOTS)] for kind in range(FLAGS)]
+        self.posted = [[flags.place(POSTED, member, place) for place in range(SLOTS)] for member in range(self.size)]
         self.others = [
-            [[self.flag(kind, member, place) for member in members[::-1]] for place in range(SLOTS)] for kind in range(FLAGS)
+            [[flags.place(kind, member, place) for member in members[::-1]] for place in range(SLOTS)] for kind in range(FLAGS)
         ]
 
     @classmethod
@@ -172,10 +171,6 @@ class NodeBuffer:
     def size_bytes(self) -> int:
         """This rank's share of the slots: their bytes, divided by the number of members."""
         return sum(len(memory) for memory in self.memories if memory is not None) // self.size
-
-    def flag(self, kind: int, member: int, place: int) -> int:
-        """The flag of `member` of one kind for a slot."""
-        return Flags.place(kind, self.size, member, place)
 
     def take(self, nbytes: int) -> Slot | None:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
@@ -205,8 +200,8 @@ class NodeBuffer:
                 self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
                 self.memories[place] = None
                 self._flats[place].clear()
-                for collective in self.grown:
-                    collective.forget(place)
+                for collective in self.seen:
+                    collective.views[place] = None
                 memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
             if nbytes and memory is None:
                 self.slots[place] = None
@@ -230,34 +225,26 @@ class NodeBuffer:
 
         The members agree by flags instead of MPI: a member that waits in MPI could not learn that another one has failed.
         """
-        number, place = self.number, self.number % SLOTS
-        note = self.flags.note(place)
+        number, place, flags = self.number, self.number % SLOTS, self.flags
+        note = flags.note(place)
         descriptor = -1
         try:
             if self.index == 0:
                 memory, descriptor = offered(nbytes, note)
-                self.flags.set(self.flag(OFFERED, 0, place), number)
+                flags.set(flags.place(OFFERED, 0, place), number)
             else:
-                self.flags.wait(self.flag(OFFERED, 0, place), number)
+                flags.wait(flags.place(OFFERED, 0, place), number)
                 memory = joined(nbytes, note)
-            self.flags.set(self.own[MAPPED][place], 2 * number + (memory is not None))
+            flags.set(self.own[MAPPED][place], 2 * number + (memory is not None))
             for member in range(self.size):
-                flag = self.flag(MAPPED, member, place)
-                self.flags.wait(flag, 2 * number)
-                if not self.flags.value(flag) % 2:
+                flag = flags.place(MAPPED, member, place)
+                flags.wait(flag, 2 * number)
+                if not flags.words[flag] % 2:
                     memory = None
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
         return memory
-
-    def refuse(self) -> None:
-        """Break this member's flags too, so that no member waits for it, and raise the GridError of the broken axis."""
-        try:
-            self.flags.check()
-        except Summa3dError as error:
-            self.fail(error)
-            raise
 
     def fail(self, error: BaseException) -> None:
         """Break the axis: report `error`, if it is the first, to the members that would wait for this one."""
@@ -274,11 +261,6 @@ class NodeBuffer:
         self.signatures.close()
         self.begin()
         self.flags.release()
-
-    def view(self, slot: Slot) -> None:
-        """The result of `slot` is a view, which stays until the next slot is taken."""
-        slot.viewed = True
-        self.viewed = slot
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """Memory of the next slot for this member to fill, and to reduce without a copy; None where there is none."""

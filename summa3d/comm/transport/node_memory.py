@@ -84,10 +84,9 @@ class Flags:
         """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records and calls."""
         return _lines(members) * LINE * 8 + members * (RECORD + KEPT * TEXT) + SLOTS * NOTE
 
-    @staticmethod
-    def place(kind: int, members: int, member: int, slot: int) -> int:
-        """The flag of one kind that `member` of `members` writes for a slot."""
-        return ((kind * members + member) * SLOTS + slot + 1) * LINE
+    def place(self, kind: int, member: int, slot: int) -> int:
+        """The flag of one kind that `member` writes for a slot."""
+        return ((kind * self.members + member) * SLOTS + slot + 1) * LINE
 
     def called(self, member: int) -> int:
         """The flag that counts a member's calls. In the line behind it are the signatures of its last calls.
@@ -189,10 +188,6 @@ class Flags:
             return ""
         place = min(written)[1]
         return self._memory[place + 8 : place + RECORD].rstrip(b"\0").decode(errors="ignore")
-
-    def value(self, flag: int) -> int:
-        """What `flag` is now."""
-        return self.words[flag]
 
     def note(self, slot: int) -> memoryview:
         """The note in which the member that offers larger memory for a slot says where to find it."""

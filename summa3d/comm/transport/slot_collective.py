@@ -135,15 +135,6 @@ class SlotCollective:
         self.whole = () if plan.whole is None else plan.whole.shape
         self.gives_view, self.strides = route.view and plan.whole is not None, row_major(self.whole)
 
-    @property
-    def steps(self) -> tuple[SlotCollective, ...]:
-        """The collectives in slots that it consists of: itself."""
-        return (self,)
-
-    def forget(self, place: int) -> None:
-        """Forget the views of a slot whose memory is replaced."""
-        self.views[place] = None
-
     def views_in(self, part: Callable[[Array, int, tuple[int, ...]], Array]) -> Views:
         """Return the plan's arrays. part : makes an array like another one at an offset of the slot, of a shape."""
         plan = self.plan
