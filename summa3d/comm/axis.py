@@ -11,7 +11,7 @@ from mpi4py import MPI
 from ..errors import ShapeError
 from .axis_lock import AxisLock, OfThisProcess
 from .calls import Calls
-from .checks import COLLECTIVES, Checks, Routes, options_of
+from .checks import COLLECTIVES, Checks, Routes, Sizes, options_of
 from .collective import Collective, Copied
 from .device.arrays import Array
 from .health import flight
@@ -56,9 +56,7 @@ class Axis(OfThisProcess):
 
     # -- blocking ---------------------------------------------------------------------------------------------------------
 
-    def all_gather(
-        self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None, view: bool = False
-    ) -> Array:
+    def all_gather(self, block: Array, dim: int = 0, sizes: Sizes = None, into: Array | None = None, view: bool = False) -> Array:
         """Concatenate the members' blocks along `dim`. Words n − n_r, messages g−1.
 
         With `view`, the result may lie in memory that the members share, uncopied: it is to be read only, and holds until the
@@ -67,12 +65,7 @@ class Axis(OfThisProcess):
         return self.calls.complete(self.routes.all_gather, block, into, None, dim, sizes, view)
 
     def reduce_scatter(
-        self,
-        array: Array,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        into: Array | None = None,
-        parts: Array | None = None,
+        self, array: Array, dim: int = 0, sizes: Sizes = None, into: Array | None = None, parts: Array | None = None
     ) -> Array:
         """Sum the members' arrays and keep this rank's part along `dim`. Words (g−1)·n_r, messages g−1.
 
@@ -93,9 +86,7 @@ class Axis(OfThisProcess):
         """Reduce onto the root; None elsewhere. `into`, for the root, may be `array` itself. Words (g−1)·n_r, messages g−1."""
         return self.calls.complete(self.routes.reduce, array, into, None, root, op)
 
-    def all_to_all(
-        self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
-    ) -> Array:
+    def all_to_all(self, array: Array, dim: int = 0, sizes: Sizes = None, receive_sizes: Sizes = None) -> Array:
         """Send piece i along `dim` to member i and concatenate what arrives. Words received from others, messages g−1.
 
         `sizes` and `receive_sizes` differ from member to member: whether they fit those of the others is compared
@@ -123,14 +114,12 @@ class Axis(OfThisProcess):
     # -- started: return a Pending ---------------------------------------------------------------------------------------
 
     def start_all_gather(
-        self, block: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None, view: bool = False
+        self, block: Array, dim: int = 0, sizes: Sizes = None, into: Array | None = None, view: bool = False
     ) -> Pending:
         """`all_gather`, in flight."""
         return self.calls.begin(self.routes.all_gather, block, into, None, dim, sizes, view)
 
-    def start_reduce_scatter(
-        self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, into: Array | None = None
-    ) -> Pending:
+    def start_reduce_scatter(self, array: Array, dim: int = 0, sizes: Sizes = None, into: Array | None = None) -> Pending:
         """`reduce_scatter`, in flight."""
         return self.calls.begin(self.routes.reduce_scatter, array, into, None, dim, sizes)
 
@@ -146,9 +135,7 @@ class Axis(OfThisProcess):
         """`reduce`, in flight."""
         return self.calls.begin(self.routes.reduce, array, into, None, root, op)
 
-    def start_all_to_all(
-        self, array: Array, dim: int = 0, sizes: Sequence[int] | None = None, receive_sizes: Sequence[int] | None = None
-    ) -> Pending:
+    def start_all_to_all(self, array: Array, dim: int = 0, sizes: Sizes = None, receive_sizes: Sizes = None) -> Pending:
         """`all_to_all`, in flight."""
         return self.calls.begin(self.routes.all_to_all, array, None, None, dim, sizes, receive_sizes)
 

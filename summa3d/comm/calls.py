@@ -88,7 +88,7 @@ class Calls:
             moved = array if moved is None else moved
             seconds = time.perf_counter() - wall
             line = self._record(route, moved, seconds, cpu_seconds(naps, cpu, seconds))
-            return Pending(carried, line.wait, number, self.lock, naps)
+            return Pending(carried, line, number, self.lock, naps)
 
     def _by_steps(self, route: Route, array: Array, into: Array | None, blocking: bool, parts: Array | None = None) -> Pending:
         """Carry a call on a device, or under a ledger that traces: inside an NVTX range if the ledger has ranges."""
@@ -117,7 +117,7 @@ class Calls:
 
     def _failed(self, number: int, error: BaseException) -> None:
         """Record that a call has failed. Raises GridError for MPI's error about a communicator that is gone."""
-        flight.failed(number)
+        flight.mark(number, flight.FAILED)
         if isinstance(error, MPI.Exception):
             check_comm(self._comm, f"axis {self.label}")
 

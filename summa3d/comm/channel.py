@@ -56,20 +56,6 @@ def links_of(homes: Sequence[int]) -> dict[tuple[str, int], Link]:
     return found
 
 
-class Message(Route):
-    """The messages of one kind and size to one stage; `what` says which they are, and who is at the other end."""
-
-    __slots__ = ("what",)
-
-    def __init__(self, operation: str, array: Array, words: int, root: int, tag: int, what: str) -> None:
-        super().__init__(operation, is_on_device(array), words, int(operation == "receive"), root=root, tag=tag)
-        self.what = what
-
-    def described(self, array: Array) -> str:
-        """What it is, in words."""
-        return f"{self.operation} of {dtype_name(array)} {list(array.shape)}, {self.what}"
-
-
 class Channel:
     """What the members of a pipeline's axis send each other: inputs of stages (F), and gradients of their outputs (B).
 
@@ -102,16 +88,12 @@ class Channel:
         if axis.size > 1 and axis.comm != MPI.COMM_NULL:  # a dry run has no communicator
             self._members = replace(self._members, comm=axis.comm.Dup())
             self.ranks = tuple(axis.comm.group.Translate_ranks(list(self.ranks), MPI.COMM_WORLD.group))
+        self.comm = self._members.comm
         self._nccl: dict[Link, NcclLink] = {}
         self._sends: list[Pending] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
         self._headers: list[tuple[MPI.Request, bytes]] = []
-        self._routes: dict[Any, Message] = {}
-
-    @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator of the messages."""
-        return self._members.comm
+        self._routes: dict[Any, Route] = {}
 
     def open_device(self, array: Array) -> None:
         """Open what carries messages that lie where `array` does (collective over the axis); nothing to open on the host.
@@ -136,7 +118,7 @@ class Channel:
         self.progress()
         if self.axis.check:
             header = _header(array, stage, kind, micro)
-            request = self.comm.Isend(header, link.target, self._header_tag(tag))
+            request = self.comm.Isend(header, link.target, tag * CODES + HEADER)
             IN_FLIGHT.add([request])
             self._headers.append((request, header))
         route = self._message("send", array, 0, stage, kind, link.target)
@@ -151,7 +133,7 @@ class Channel:
         number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
         incoming = Incoming(self, number, partial(self._begin, route, out, link, number))
         if self.axis.check:
-            incoming.expect(_header(out, stage, kind, micro), link.source, self._header_tag(tag))
+            incoming.expect(_header(out, stage, kind, micro), link.source, tag * CODES + HEADER)
         else:
             incoming.begin()
         self._posted.add(incoming)
@@ -197,7 +179,7 @@ class Channel:
         if self.comm != self.axis.comm:
             self.comm.Free()
 
-    def _begin(self, route: Message, array: Array, link: Link, number: int) -> Reported:
+    def _begin(self, route: Route, array: Array, link: Link, number: int) -> Reported:
         transport: Any = self.axis.transports.host
         if route.on_device:
             transport = self.axis.transports.between_two(array)
@@ -213,21 +195,18 @@ class Channel:
         begun.number = number
         return begun
 
-    def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Message:
+    def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Route:
         """The route of messages like this one, which is kept: the flight recorder writes its text once."""
         key = way, stage, kind, array.shape, array.dtype, place_of(array)
         if key not in self._routes:
             what = f"{kind} for stage {stage} {'to' if way == 'send' else 'from'} rank {self.ranks[peer]}"
-            self._routes[key] = Message(way, array, words, peer, self._tag(stage, kind), what)
+            messages, tag = int(way == "receive"), self._tag(stage, kind)
+            self._routes[key] = Route(way, is_on_device(array), words, messages, root=peer, tag=tag, what=what)
         return self._routes[key]
 
     def _tag(self, stage: int, kind: str) -> int:
         """Neither order nor peer tells messages apart: of two members, one sends both kinds to the other."""
         return 2 * stage + KINDS.index(kind)
-
-    def _header_tag(self, tag: int) -> int:
-        """MPI's tag of what a message says of itself."""
-        return tag * CODES + HEADER
 
     def _checked(self, way: str, array: Array, stage: int, kind: str) -> Link:
         """The link of a message that this member sends or receives.
@@ -286,7 +265,7 @@ class Incoming:
         flight.mark(self._number, flight.WAITED_FOR)
         request.Wait()
         if arrived != expected:
-            flight.failed(self._number)
+            flight.mark(self._number, flight.FAILED)
             sent, wanted = (bytes(text).rstrip(b"\0").decode() for text in (arrived, expected))
             axis = self._channel.axis
             raise AgreementError(f"{axis.label} {axis.index} waits for {wanted}, and was sent {sent}.")

@@ -29,6 +29,8 @@ from .transport.call import Members, Route
 from .transport.p2p import CODES
 from .transport.transports import Transports
 
+Sizes = Sequence[int] | None
+"""The members' extents along a dim; None, they are equal."""
 LEAST_TAG = 32767
 """The largest tag that every MPI has."""
 
@@ -45,14 +47,7 @@ class Checks:
         self.transports = transports
 
     def settled(
-        self,
-        name: str,
-        array: Array,
-        dim: int,
-        sizes: Sequence[int] | None,
-        whole: bool,
-        into: Array | None = None,
-        parts: Array | None = None,
+        self, name: str, array: Array, dim: int, sizes: Sizes, whole: bool, into: Array | None = None, parts: Array | None = None
     ) -> tuple[int, list[int]]:
         """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's.
 
@@ -68,8 +63,13 @@ class Checks:
         dim %= len(shape)
         extent = shape[dim]
         if sizes is None:
-            problem = self._parts_problem(name, dim, extent) if whole else None
-            sizes = [extent // self.size if whole else extent] * self.size
+            sizes, left = [extent // self.size if whole else extent] * self.size, extent % self.size if whole else 0
+            if left:
+                below = extent - left
+                problem = (
+                    f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
+                    f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
+                )
         elif len(sizes) != self.size or (sum(sizes) if whole else sizes[self.index]) != extent:
             problem = (
                 f"{name} over {self.label} = {self.size} was given sizes {list(sizes)} for dim {dim} of size {extent}. "
@@ -88,9 +88,7 @@ class Checks:
         self.agreed(name, array, facts, problem)
         return dim, list(sizes)
 
-    def pieces(
-        self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None
-    ) -> tuple[int, list[int], list[int] | None]:
+    def pieces(self, array: Array, dim: int, sizes: Sizes, receive_sizes: Sizes) -> tuple[int, list[int], list[int] | None]:
         """An all-to-all's dim, and what this member sends and receives of it; the latter None where all pieces are equal."""
         if (sizes is None) != (receive_sizes is None):
             raise ShapeError(f"all_to_all over {self.label} takes sizes and receive_sizes together, or neither for equal pieces.")
@@ -124,15 +122,6 @@ class Checks:
     def target_problem(self, name: str, array: Array) -> str | None:
         """The reason why `array` cannot be overwritten in place; None if it can."""
         return None if is_writable(array) else f"{name} overwrites its array in place, and this one is read-only."
-
-    def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
-        below = extent - extent % self.size
-        if below == extent:
-            return None
-        return (
-            f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
-            f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
-        )
 
     def root_problem(self, root: object) -> str | None:
         """The reason why `root` is no member of the axis; None if it is one."""
@@ -218,17 +207,10 @@ class Routes:
         self._routes: dict[Hashable, Route] = {}
 
     def all_gather(
-        self,
-        block: Array,
-        into: Array | None,
-        parts: None,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        view: bool = False,
+        self, block: Array, into: Array | None, parts: None, dim: int = 0, sizes: Sizes = None, view: bool = False
     ) -> Route:
         """The route of an all-gather."""
-        if sizes is not None and type(sizes) is not tuple:
-            sizes = listed("all_gather", sizes)
+        sizes = listed("all_gather", sizes)
         key, route = self._known("all_gather", block, into, dim, sizes, view)
         if route is not None:
             return route
@@ -236,12 +218,9 @@ class Routes:
         words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
 
-    def reduce_scatter(
-        self, array: Array, into: Array | None, parts: Array | None, dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> Route:
+    def reduce_scatter(self, array: Array, into: Array | None, parts: Array | None, dim: int = 0, sizes: Sizes = None) -> Route:
         """The route of a reduce-scatter."""
-        if sizes is not None and type(sizes) is not tuple:
-            sizes = listed("reduce_scatter", sizes)
+        sizes = listed("reduce_scatter", sizes)
         key, route = self._known("reduce_scatter", array, into, dim, sizes)
         if route is not None and parts is not None:
             problem = self.checks.workspace_problem(array, parts, route.words // (self.size - 1) * self.size)
@@ -291,17 +270,10 @@ class Routes:
         return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
 
     def all_to_all(
-        self,
-        array: Array,
-        into: None,
-        parts: None,
-        dim: int = 0,
-        sizes: Sequence[int] | None = None,
-        receive_sizes: Sequence[int] | None = None,
+        self, array: Array, into: None, parts: None, dim: int = 0, sizes: Sizes = None, receive_sizes: Sizes = None
     ) -> Route:
         """The route of an all-to-all."""
-        sizes = None if sizes is None else listed("all_to_all", sizes)
-        receive_sizes = None if receive_sizes is None else listed("all_to_all", receive_sizes)
+        sizes, receive_sizes = listed("all_to_all", sizes), listed("all_to_all", receive_sizes)
         key, route = self._known("all_to_all", array, None, dim, sizes, receive_sizes)
         if route is not None:
             return route
@@ -353,10 +325,10 @@ class Routes:
         return self._routes.setdefault(key, route)
 
 
-def listed(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes as a tuple. Raises ShapeError for what is no sequence."""
+def listed(name: str, sizes: Sizes) -> tuple[int, ...] | None:
+    """Sizes as a tuple, where there are any. Raises ShapeError for what is no sequence."""
     try:
-        return tuple(sizes)
+        return None if sizes is None else tuple(sizes)
     except TypeError as error:
         raise ShapeError(f"{name}: sizes are whole numbers, one per member; they are given as {sizes!r}.") from error
 

@@ -59,7 +59,8 @@ class Collective:
             fits = False
         if not fits:
             self._refuse(array)
-        taken = (into is None or self._takes(into, array)) and (parts is None or self._holds(parts, array))
+        holds = parts is None or self.calls.checks.workspace_problem(array, parts, prod(self._result) * self.calls.size) is None
+        taken = holds and (into is None or self._takes(into, array))  # the full check says why not
         if self._each or not taken or (self._overwrites and not is_writable(array)):
             return self._settle(array, into, parts)
         return self.route
@@ -72,11 +73,6 @@ class Collective:
         if type(into) is type(array) is np.ndarray and into.shape == self._result and into.dtype == self._dtype:
             return into.flags.writeable
         return (into is array and is_writable(array)) or into_problem(into, array, self._result) is None
-
-    def _holds(self, parts: Array, array: Array) -> bool:
-        """Whether this array can be a reduce-scatter's workspace; where it cannot, the full check says why."""
-        elements = prod(self._result) * self.calls.size
-        return self.calls.checks.workspace_problem(array, parts, elements) is None
 
     def _refuse(self, array: Array) -> NoReturn:
         """Raise ShapeError for an array that is not like the one prepared for, once the other members can know of it."""

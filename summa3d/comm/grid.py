@@ -204,7 +204,11 @@ class BaseGrid(OfThisProcess):
     def _axis(self, names: tuple[str, ...]) -> Axis:
         whole = self.whole
         if not self.inside:
-            raise _outside(whole)
+            common = whole.communicators.common
+            raise GridError(
+                f"Rank {common.rank} is outside {whole}: it holds nothing, and takes no part in what the grid's ranks do.\n"
+                f"  Ask `grid.inside` first, or make the grid of all {common.size} ranks."
+            )
         if names in whole._axes:
             return whole._axes[names]
         members = whole.topology.members(names, whole.coordinates)
@@ -401,12 +405,3 @@ def agree_on_call(
         if len(seen) >= AGREED:
             seen.clear()
         seen.update((key, operation))
-
-
-def _outside(grid: BaseGrid) -> GridError:
-    """Return the error of what a rank outside the grid asks of its axes."""
-    common = grid.communicators.common
-    return GridError(
-        f"Rank {common.rank} is outside {grid}: it holds nothing, and takes no part in what the grid's ranks do.\n"
-        f"  Ask `grid.inside` first, or make the grid of all {common.size} ranks."
-    )

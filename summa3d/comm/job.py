@@ -129,12 +129,10 @@ def _rule_here() -> BlasRule | ConfigError:
 
 def _rule_of_all(rules: Sequence[BlasRule | ConfigError]) -> BlasRule:
     """Return what multiplies host tensors on all ranks. Raises the ConfigError of the first one that has one."""
-    usable = []
     for rule in rules:
         if isinstance(rule, ConfigError):
             raise rule
-        usable.append(rule)
-    return common_rule(usable)
+    return common_rule([rule for rule in rules if isinstance(rule, BlasRule)])
 
 
 def _is_crowded(cores_of: Sequence[Sequence[int]], nodes: Sequence[int]) -> bool:

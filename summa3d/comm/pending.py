@@ -33,8 +33,8 @@ class Pending:
 
     Buffers stay alive until `wait` returns, or MPI has done with those of a Pending that is dropped. On a device, `wait` makes
     the caller's stream wait, and work queued on that stream afterwards sees the result; the transport keeps arrays that the
-    device still uses (arrival.Held), whether or not `wait` is called. `account(wall, cpu)` receives the wall and processor
-    seconds of the completion. `number` is that of the communication in the flight recorder, 0 where it is not recorded.
+    device still uses (arrival.Held), whether or not `wait` is called. `line`, of the ledger, receives the wall and
+    processor seconds of the completion. `number` is that of the communication in the flight recorder, 0 where it is not recorded.
     """
 
     _carried: Carried | None = None
@@ -43,14 +43,9 @@ class Pending:
     """That of the axis, around the completion."""
 
     def __init__(
-        self,
-        carried: Carried,
-        account: Callable[[float, float], None],
-        number: int = 0,
-        lock: AbstractContextManager[None] = lock,
-        naps: Naps | None = None,
+        self, carried: Carried, line: Amounts, number: int, lock: AbstractContextManager[None], naps: Naps | None
     ) -> None:
-        self._carried, self._account, self.number, self.lock, self._naps = carried, account, number, lock, naps
+        self._carried, self._account, self.number, self.lock, self._naps = carried, line.wait, number, lock, naps
 
     def __del__(self) -> None:
         left = self._carried
@@ -79,7 +74,7 @@ class Pending:
                 with self.lock:
                     self._result = carried.complete()
             except BaseException:
-                flight.failed(number)
+                flight.mark(number, flight.FAILED)
                 raise
             self._carried, ended = None, time.perf_counter()
             if number:
@@ -122,7 +117,8 @@ class Reported(Pending):
     def record(self, ledger: Ledger, label: str) -> Reported:
         """Record it, once, in the ledger's current phase; `wait` then records its completion."""
         if self._line is None:
-            name, about = self._route.operation, (self._route.operation, label, self._dtype)
+            name = self._route.operation
+            about = name, label, self._dtype
             self._line = ledger.line(*about)
             self._line.add(self._amounts)
             self._traced = ledger.begin(*about, self._amounts, self._start, self._issue)

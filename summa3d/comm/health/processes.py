@@ -29,10 +29,7 @@ class State(NamedTuple):
 
 def _stat(file: Path) -> list[str]:
     """The words of a `stat` file after the process's name; none where the process is gone."""
-    try:
-        return file.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _text(file).rpartition(")")[2].split()
 
 
 def state_of(process: int) -> State | None:

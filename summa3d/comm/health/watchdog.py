@@ -21,10 +21,8 @@ from typing import NamedTuple, NoReturn
 from mpi4py import MPI
 
 from . import flight, processes
-from .failure import TIME_TO_BE_HEARD, WAIT_FOR_THE_END, abort, has_peers, prepare_for_failure, save_flight, where, who
+from .failure import STDERR, TIME_TO_BE_HEARD, WAIT_FOR_THE_END, abort, has_peers, prepare_for_failure, save_flight, where, who
 
-STDERR = 2
-"""The file descriptor."""
 LOOK_EVERY = 1.0
 """Seconds between two looks; a rank that was stopped itself counts no more than twice as many."""
 PATIENCE = 3.0

@@ -6,7 +6,8 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +52,6 @@ class Amounts:
         """Add what the completion of a communication took."""
         self.seconds += seconds
         self.cpu_seconds += cpu_seconds
-
-    def minus(self, other: Amounts) -> Amounts:
-        """New amounts: these less `other`; spelled out, because `watch` takes every line of the ledger twice."""
-        return Amounts(
-            self.calls - other.calls,
-            self.words - other.words,
-            self.messages - other.messages,
-            self.bytes - other.bytes,
-            self.seconds - other.seconds,
-            self.cpu_seconds - other.cpu_seconds,
-        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,9 @@ class Ledger:
         if self.trace is None:
             return None
         moved = (amounts.words, amounts.messages, amounts.bytes)
-        return self.trace.begin(Communication(collective, axis, self.current_phase, dtype, *moved, start, issue))
+        communication = Communication(collective, axis, self.current_phase, dtype, *moved, start, issue)
+        self.trace.communications.append(communication)
+        return communication
 
     def complete(self, line: Amounts, traced: Communication | None, seconds: float, cpu_seconds: float, wait: float) -> None:
         """Add to a communication's line what completing it took, and write in the trace how long the host was at it, `wait`."""
@@ -242,7 +234,7 @@ class Ledger:
     def rows(self) -> list[Row]:
         """Every line, in the order in which it first appeared; of a device, the seconds that are known without waiting."""
         self.timeline.collect()
-        return [Row(*key, _copy(amounts)) for key, amounts in self._lines.items()]
+        return [Row(*key, copy(amounts)) for key, amounts in self._lines.items()]
 
     def total(self, phase: str | None = None, axis: str | None = None, dtype: str | None = None) -> Amounts:
         """The sum over the lines of `phase`, `axis` and `dtype`; None takes all."""
@@ -260,13 +252,14 @@ class Ledger:
         Nothing waits for a device: for its seconds call `timeline.settle` before the block and at its end.
         """
         self.timeline.collect()
-        before = {key: _copy(amounts) for key, amounts in self._lines.items()}
+        before = {key: copy(amounts) for key, amounts in self._lines.items()}
         moved = Watched()
         moved.rows = []
         yield moved
         self.timeline.collect()
         for key, amounts in self._lines.items():
-            delta = amounts.minus(before.get(key, Amounts()))
+            old = before.get(key, Amounts())
+            delta = Amounts(*(getattr(amounts, field.name) - getattr(old, field.name) for field in fields(Amounts)))
             if delta.calls:
                 moved.rows.append(Row(*key, delta))
                 moved.add(delta)
@@ -282,7 +275,3 @@ def _add_device(line: Amounts, traced: Communication | None, name: str, seconds:
 def _add_stretch(stretches: list[Stretch], name: str, seconds: float, own: float, start: float | None) -> None:
     if start is not None:
         stretches.append(Stretch(name, start, seconds))
-
-
-def _copy(amounts: Amounts) -> Amounts:
-    return amounts.minus(Amounts())

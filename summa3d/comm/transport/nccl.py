@@ -127,22 +127,21 @@ class NcclTransport(HostTransport):
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        operation, (kind, width) = self._operation(array, op), self._kind(array)
-        queue = partial(self.communicator.allReduce, address(array), address(out), count(array) * width, kind, operation)
-        return self._launched(queue if count(array) else None, (array, out))
+        return self._whole(self.communicator.allReduce, array, out, self._operation(array, op))
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        kind, width = self._kind(array)
-        queue = partial(self.communicator.broadcast, address(array), address(array), count(array) * width, kind, root)
-        return self._launched(queue if count(array) else None, (array,))
+        return self._whole(self.communicator.broadcast, array, array, root)
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        operation, (kind, width) = self._operation(array, op), self._kind(array)
-        target = array if out is None else out
-        queue = partial(self.communicator.reduce, address(array), address(target), count(array) * width, kind, operation, root)
-        return self._launched(queue if count(array) else None, (array, target))
+        return self._whole(self.communicator.reduce, array, array if out is None else out, self._operation(array, op), root)
+
+    def _whole(self, call: Callable[..., None], array: Array, out: Array, *rest: int) -> Requests:
+        """Queue what takes every member's whole array."""
+        kind, width = self._kind(array)
+        queue = partial(call, address(array), address(out), count(array) * width, kind, *rest)
+        return self._launched(queue if count(array) else None, (array, out))
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
         """Post a send; NCCL knows no tags, so `tag` has no effect."""

@@ -104,12 +104,7 @@ class NodeTransport:
         return carried
 
     def _begin(
-        self,
-        collective: SlotCollective,
-        array: Array,
-        into: Array | None,
-        blocking: bool = True,
-        allocated: Slot | None = None,
+        self, collective: SlotCollective, array: Array, into: Array | None, blocking: bool = True, allocated: Slot | None = None
     ) -> Slot | None:
         """Write this member's part into the next slot, unless it lies in the `allocated` one; None where memory is lacking."""
         buffer = self.buffer

@@ -15,10 +15,9 @@ from math import prod
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 from mpi4py import MPI
 
-from ..device.arrays import Array, empty, is_torch
+from ..device.arrays import Array, empty, is_torch, library_of
 from ..health.agreement import world_ranks
 from ..health.failure import said
 from ..health.signatures import Signatures
@@ -217,7 +216,9 @@ class NodeBuffer:
         """All of a slot's memory as one array of `like`'s kind and dtype, made once."""
         array = self._flats[place].get(like.dtype)
         if array is None:
-            array = self._flats[place][like.dtype] = flat_array(memory, like)
+            with lasting(is_torch(like)):
+                array = library_of(like).frombuffer(memory, dtype=like.dtype, count=len(memory) // like.itemsize)
+            self._flats[place][like.dtype] = array
         return array
 
     def _larger(self, nbytes: int) -> mmap.mmap | None:
@@ -282,17 +283,6 @@ class NodeBuffer:
             return None
         slot, self.allocated = self.allocated[0], None
         return slot
-
-
-def flat_array(memory: mmap.mmap, like: Array) -> Array:
-    """The memory as an array of `like`'s kind and dtype, of as many elements as it holds."""
-    count = len(memory) // like.itemsize
-    if not is_torch(like):
-        return np.frombuffer(memory, like.dtype, count)
-    import torch
-
-    with lasting(True):
-        return torch.frombuffer(memory, dtype=like.dtype, count=count)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device.arrays import Array, copy_into, detached, empty, is_half, is_torch, overlap, quiet, sum_wide
+from ..device.arrays import Array, copy_into, detached, empty, is_half, is_torch, library_of, overlap, quiet, sum_wide
 from .call import ALL_REDUCE_LIMIT, Route
 from .node_memory import SLOTS
 from .select import NodeRule, staged_dtype
@@ -220,8 +220,6 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 def _functions(array: Array, op: str) -> tuple[Any, Any]:
     """What copies one array into another, and what reduces two of them by `op`."""
-    if is_torch(array):
-        import torch
-
-        return torch.Tensor.copy_, getattr(torch, OPERATIONS[op])
-    return np.copyto, quiet(getattr(np, OPERATIONS[op]))
+    library = library_of(array)
+    reduce = getattr(library, OPERATIONS[op])
+    return (library.Tensor.copy_, reduce) if is_torch(array) else (library.copyto, quiet(reduce))
