@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 from mpi4py import MPI
@@ -11,7 +12,7 @@ from mpi4py import MPI
 from ..errors import ShapeError
 from .axis_lock import AxisLock, OfThisProcess
 from .calls import Calls
-from .checks import COLLECTIVES, Checks, Routes, Sizes, options_of
+from .checks import COLLECTIVES, Checks, Routes, Sizes
 from .collective import Collective, Copied
 from .device.arrays import Array
 from .health import flight
@@ -171,7 +172,8 @@ class Axis(OfThisProcess):
         if kind not in COLLECTIVES:
             raise ShapeError(f"There is no collective {kind!r} to prepare. Those that there are: {', '.join(COLLECTIVES)}.")
         settle = getattr(self.routes, kind)
-        given, taken = {name: value for name, value in options.items() if value is not None}, options_of(settle)
+        given = {name: value for name, value in options.items() if value is not None}
+        taken = list(signature(settle).parameters)[3:]  # behind the arrays
         for name in given:
             if name not in taken:
                 raise ShapeError(f"{kind} over {self.label} takes no {name}. It takes {', '.join(taken)}.")
@@ -205,9 +207,3 @@ class Axis(OfThisProcess):
         """
         with self.lock:
             self.transports.of(array)
-
-
-def free(axis: Axis) -> None:
-    """Release the memory of an axis (collective). Whatever the axis is asked for later raises GridError."""
-    axis.records.ranks = None  # the communicator, which would name them, is gone soon
-    axis.transports.free()

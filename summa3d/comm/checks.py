@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from inspect import signature
+from collections.abc import Hashable, Sequence
 from math import prod
 from threading import current_thread
 from typing import Any, NoReturn
@@ -331,8 +330,3 @@ def listed(name: str, sizes: Sizes) -> tuple[int, ...] | None:
         return None if sizes is None else tuple(sizes)
     except TypeError as error:
         raise ShapeError(f"{name}: sizes are whole numbers, one per member; they are given as {sizes!r}.") from error
-
-
-def options_of(settle: Callable[..., Route]) -> list[str]:
-    """The names of an operation's options: what its method of `Routes` takes behind the arrays."""
-    return list(signature(settle).parameters)[3:]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from mpi4py import MPI
 
 from ..errors import GridError, Summa3dError
-from .axis import Axis, free
+from .axis import Axis
 from .health.failure import check_comm
 from .job import Job
 
@@ -111,10 +111,10 @@ def release(job: Job, grids: Sequence[Communicators]) -> None:
     """
     job.freed = True
     axes = [axis for communicators in grids for axis in communicators.axes.values()]
-    steps: list[Callable[[], None]] = [axis.transports.end for axis in axes]
-    steps += [partial(free, axis) for axis in axes]
+    for axis in axes:
+        axis.records.ranks = None  # the communicator, which would name them, is gone soon
     errors = []
-    for step in steps:
+    for step in [axis.transports.end for axis in axes] + [axis.transports.free for axis in axes]:
         try:
             step()
         except Summa3dError as error:

@@ -17,16 +17,11 @@ from ..device.arrays import Array, address, count, dtype_name, is_half
 from ..device.arrival import Arrival, Held
 from ..profile.timeline import Span, Timed, Timeline
 from .call import Counts, Requests
+from .host import DATATYPES as MPI_DATATYPES
 from .host import LARGE, HostTransport
 
-DATATYPES = {
+DATATYPES = {name: (f"NCCL_{name.upper()}", 1) for name in MPI_DATATYPES} | {
     "bool": ("NCCL_UINT8", 1),
-    "int32": ("NCCL_INT32", 1),
-    "int64": ("NCCL_INT64", 1),
-    "float16": ("NCCL_FLOAT16", 1),
-    "bfloat16": ("NCCL_BFLOAT16", 1),
-    "float32": ("NCCL_FLOAT32", 1),
-    "float64": ("NCCL_FLOAT64", 1),
     "complex64": ("NCCL_FLOAT32", 2),
     "complex128": ("NCCL_FLOAT64", 2),
 }

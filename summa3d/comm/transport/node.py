@@ -248,7 +248,8 @@ def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> Sl
             host.operation(array, route.op)
     if route.operation not in PLANS or not staged_dtype(array):
         return ELSEWHERE
-    here = goes_in_slots(route, array, members.size, rule)
+    elements = PLANS[route.operation](route, tuple(array.shape), members.index, members.size).elements
+    here = goes_in_slots(route, array, elements, rule)
     if route.operation == "all_reduce" and array.itemsize * prod(array.shape) > ALL_REDUCE_LIMIT:
         return AllReduceInParts(array, members, here)
     return SlotCollective(route, array, members.index, members.size, here)

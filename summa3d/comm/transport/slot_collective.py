@@ -191,19 +191,11 @@ class SlotCollective:
         return out
 
 
-def goes_in_slots(route: Route, array: Array, size: int, rule: NodeRule) -> bool:
-    """Whether calls go through slots: decided by the operation, and the bytes that all members write there."""
-    operation, elements = route.operation, prod(array.shape)
-    if operation == "all_gather":
-        if route.view and staged_dtype(array):
-            return True
-        return rule.takes(array, sum(route.sizes) * prod(array.shape[: route.dim]) * prod(array.shape[route.dim + 1 :]))
-    if operation == "all_reduce":
-        large = array.itemsize * elements > ALL_REDUCE_LIMIT
-        return rule.takes(array, size * elements) and (not large or (route.in_order and route.op == "sum"))
-    if operation in ("reduce_scatter", "reduce"):
-        return rule.takes(array, size * elements)
-    return operation == "broadcast" and rule.takes(array, elements)
+def goes_in_slots(route: Route, array: Array, elements: int, rule: NodeRule) -> bool:
+    """Whether calls go through slots: decided by the operation, and by the elements that all members write there."""
+    if route.operation == "all_reduce" and array.itemsize * prod(array.shape) > ALL_REDUCE_LIMIT:
+        return rule.takes(array, elements) and route.in_order and route.op == "sum"
+    return (route.view and staged_dtype(array)) or rule.takes(array, elements)
 
 
 def row_major(shape: Sequence[int]) -> list[int]:
