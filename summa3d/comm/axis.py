@@ -18,7 +18,6 @@ from .device.arrays import Array
 from .health import flight
 from .health.agreement import world_ranks
 from .pending import Pending
-from .profile.ledger import Ledger
 from .transport.transports import Transports
 
 
@@ -41,11 +40,8 @@ class Axis(OfThisProcess):
     def __init__(self, names: tuple[str, ...], transports: Transports, check: bool = False) -> None:
         members = transports.members
         self.names, self.transports, self.check = names, transports, check
-        self.size: int = members.size
-        self.index: int = members.index
-        self.comm: MPI.Intracomm = members.comm
-        self.label: str = members.label
-        self.ledger: Ledger = members.ledger
+        self.size, self.index, self.comm = members.size, members.index, members.comm
+        self.label, self.ledger = members.label, members.ledger
         self.lock = AxisLock(self.label, transports)
         self.checks = Checks(members, transports, check)
         self.routes = Routes(self.checks)

@@ -97,11 +97,11 @@ class Calls:
         try:
             with nullcontext() if ledger.ranges is None else ledger.ranges.around(f"{route.operation} {self.label}"):
                 carry = partial(self.transports.carry, route, array, into, blocking, parts)
-                pending = Reported(carry, self.transports.of, route, array).record(ledger, self.label)
+                pending = Reported(carry, self.transports.of, route, array, number).record(ledger, self.label)
         except BaseException as error:
             self._failed(number, error)
             raise
-        pending.number, pending.lock = number, self.lock
+        pending.lock = self.lock
         return pending
 
     def meet(self) -> None:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 from ..errors import AgreementError, GridError
 from .axis import Axis
+from .communicators import comm_of
 from .device.arrays import Array, count, dtype_name, is_on_device, place_of
 from .health import flight
 from .pending import Pending, Reported
@@ -63,7 +64,8 @@ class Channel:
     phase in which it is waited for. Messages of one kind to one stage arrive in the order of their sends. With debug checks a
     message carries what it is, and its receiver compares.
 
-    ``channel.send(y, 2, "F", micro)`` on the member that holds stage 1, ``channel.receive(x, 2, "F", micro)`` on that of stage 2.
+    ``channel.send(y, 2, "F", micro)`` on the member that holds stage 1, ``channel.start_receive(x, 2, "F", micro).wait()`` on
+    that of stage 2.
 
     Parameters
     ----------
@@ -106,11 +108,9 @@ class Channel:
             return
         for link in sorted(set(self.links.values()), key=lambda link: link.turn):
             if self.axis.index in (link.source, link.target):
-                ends = self.comm.group.Incl([link.source, link.target])
-                pair = self.comm.Create_group(ends)
+                pair = comm_of(self.comm, (link.source, link.target))
                 self._nccl[link] = NcclLink(transport.timeline, pair)
                 pair.Free()
-                ends.Free()
 
     def send(self, array: Array, stage: int, kind: str, micro: int = 0) -> None:
         """Begin to send `array` to `stage`; it must not be written until the send is done (`progress`, `finish`)."""
@@ -126,7 +126,10 @@ class Channel:
         self._sends.append(self._begin(route, array, link, number).record(self.axis.ledger, self.axis.label))
 
     def start_receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Incoming:
-        """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
+        """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order.
+
+        Words n, messages 1.
+        """
         link, tag = self._checked("receive", out, stage, kind), self._tag(stage, kind)
         self.axis.checks.target("receive", out)
         route = self._message("receive", out, count(out), stage, kind, link.source)
@@ -138,10 +141,6 @@ class Channel:
             incoming.begin()
         self._posted.add(incoming)
         return incoming
-
-    def receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Array:
-        """Overwrite `out` by what is sent to `stage`. Words n, messages 1."""
-        return self.start_receive(out, stage, kind, micro).wait()
 
     def progress(self) -> int:
         """Let MPI work on what is in flight, let go of what has been sent, and return how many sends are still out.
@@ -191,9 +190,7 @@ class Channel:
                 transport = self._nccl[link]
                 route.root = int(route.operation == "send")  # of two: the source, then the target
         carry = partial(transport.carry, self._members, route, array, None, False)
-        begun = Reported(carry, lambda array: transport, route, array)
-        begun.number = number
-        return begun
+        return Reported(carry, lambda array: transport, route, array, number)
 
     def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Route:
         """The route of messages like this one, which is kept: the flight recorder writes its text once."""

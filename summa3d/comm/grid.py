@@ -13,7 +13,7 @@ from ..errors import GridError
 from ..node_support import watchdog_seconds
 from .axis import Axis
 from .axis_lock import OfThisProcess
-from .communicators import Communicators, NoCommunicators, checked_comm, comm_of, release
+from .communicators import Communicators, checked_comm, comm_of, release
 from .device.backend import Backend
 from .health import flight
 from .health.agreement import check_agreement
@@ -288,8 +288,8 @@ class Grid(BaseGrid):
         filling = checked_ranks(ranks, comm.size)
         topology.check_size(len(filling))
         rank = filling.index(comm.rank) if comm.rank in filling else MPI.UNDEFINED
-        whole_axes = [(name,) for name, size in topology.shape.items() if size == topology.size > 1 and rank != MPI.UNDEFINED]
-        line = whole_axes[0] if whole_axes else None
+        whole_axes = ((name,) for name, size in topology.shape.items() if size == topology.size > 1 and rank != MPI.UNDEFINED)
+        line = next(whole_axes, None)
         links, name = Communicators(job, partial(comm_of, comm, filling), filling, comm, line), f"Grid {describe(topology.shape)}"
         with job.making(name):
             first = links.first
@@ -379,7 +379,7 @@ class Place(BaseGrid):
         topology = Topology.checked(axes, order, tile)
         nodes = [0] * topology.size if nodes is None else list(nodes)
         job = Job(False, "auto", None, transports, nodes, node_rule)
-        links = NoCommunicators(job, topology.size)
+        links = Communicators(job, MPI.Intracomm, tuple(range(topology.size)))
         super().__init__(topology, topology.checked_rank(rank), links, Ledger() if ledger is None else ledger, job)
 
 

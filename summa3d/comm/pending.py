@@ -97,16 +97,18 @@ class Reported(Pending):
     those of its events.
     """
 
-    number, _naps = 0, None
+    _naps = None
     _line: Amounts | None = None
 
-    def __init__(self, carry: Callable[[], Carried], device_of: Callable[[Array], Any], route: Route, array: Array) -> None:
+    def __init__(
+        self, carry: Callable[[], Carried], device_of: Callable[[Array], Any], route: Route, array: Array, number: int
+    ) -> None:
         self._start, cpu = time.perf_counter(), time.thread_time()
         self._carried = carried = carry()
         self._issue, cpu = time.perf_counter() - self._start, time.thread_time() - cpu
         moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
         moved = array if moved is None else moved
-        self._route, self._dtype = route, dtype_name(moved)
+        self._route, self._dtype, self.number = route, dtype_name(moved), number
         self._device = device_of(moved) if is_on_device(moved) else None
         self._amounts = Amounts(1, route.words, route.messages, route.words * moved.itemsize, self._on_host(self._issue), cpu)
         self._spans = [span for one in carried.requests if isinstance(one, Timed) for span in one.spans]

@@ -127,18 +127,14 @@ class _Outline:
     def __init__(self, array: Array) -> None:
         size = int(array.itemsize)
         steps = [step * size for step in array.stride()] if is_torch(array) else array.strides
+        start = address(array) or (64 + array.storage_offset() * size if is_torch(array) else 0)  # without memory, from 64 on
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(array.shape),
             "strides": tuple(steps),
             "typestr": f"|V{size}",
-            "data": (address(array) or _offset(array), True),
+            "data": (start, True),
         }
-
-
-def _offset(array: Array) -> int:
-    """Where the first element would lie in a storage without memory, which begins at 64."""
-    return 64 + int(array.storage_offset() * array.itemsize) if is_torch(array) else 0
 
 
 def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> Array:

@@ -35,7 +35,7 @@ STOPPED, ASLEEP, WAITS, WORKS = "is stopped", "is asleep outside of any communic
 SILENT = (STOPPED, ASLEEP)
 
 
-class Watchdog:
+class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Ends a job that makes no progress: unless `touch` is called every `seconds`, this rank prints its stacks and ends the job.
 
     Every stuck rank prints before the first one ends the job (`GRACE` seconds later), and one of a node names stopped ranks.
@@ -64,9 +64,6 @@ class Watchdog:
         """Stop watching this rank, and disarm the stack dump."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
-
-    def __enter__(self) -> Watchdog:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()

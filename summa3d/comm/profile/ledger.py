@@ -132,7 +132,7 @@ class Ledger:
     def expect(self, line: Amounts, traced: Communication | None, spans: Sequence[Span]) -> None:
         """Have the seconds of `spans` added to a communication's line, and written in the trace, once its device has passed."""
         for span in spans:
-            span.account = partial(_add_device, line, traced)
+            span.account = partial(_passed, line, None if traced is None else traced.device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -207,7 +207,7 @@ class Ledger:
         trace.work.append(work)
         if stream is not None and mark is not None:
             span = Span(name)
-            span.account = partial(_add_stretch, work.device)
+            span.account = partial(_passed, None, work.device)
             timeline.stop(mark, stream, span)
 
     # -- workspace ----------------------------------------------------------------------------------------------------------
@@ -238,11 +238,10 @@ class Ledger:
 
     def total(self, phase: str | None = None, axis: str | None = None, dtype: str | None = None) -> Amounts:
         """The sum over the lines of `phase`, `axis` and `dtype`; None takes all."""
-        self.timeline.collect()
         result = Amounts()
-        for (_, line_axis, line_phase, line_dtype), amounts in self._lines.items():
-            if phase in (None, line_phase) and axis in (None, line_axis) and dtype in (None, line_dtype):
-                result.add(amounts)
+        for row in self.rows():
+            if phase in (None, row.phase) and axis in (None, row.axis) and dtype in (None, row.dtype):
+                result.add(row.amounts)
         return result
 
     @contextmanager
@@ -265,13 +264,11 @@ class Ledger:
                 moved.add(delta)
 
 
-def _add_device(line: Amounts, traced: Communication | None, name: str, seconds: float, own: float, start: float | None) -> None:
-    """A device has passed a communication's span: `own` of its seconds are this one's."""
-    line.seconds += own
-    if traced is not None:
-        _add_stretch(traced.device, name, seconds, own, start)
-
-
-def _add_stretch(stretches: list[Stretch], name: str, seconds: float, own: float, start: float | None) -> None:
-    if start is not None:
-        stretches.append(Stretch(name, start, seconds))
+def _passed(
+    line: Amounts | None, device: list[Stretch] | None, name: str, seconds: float, own: float, start: float | None
+) -> None:
+    """A device has passed a span: `own` of its seconds are those of the ledger's line, all of them a stretch of the trace."""
+    if line is not None:
+        line.seconds += own
+    if device is not None and start is not None:
+        device.append(Stretch(name, start, seconds))

@@ -25,7 +25,7 @@ ALONG_A_DIM = ("all_gather", "reduce_scatter", "all_to_all")
 ALL_REDUCE_LIMIT = 1 << 20
 """Bytes up to which every member of a node reads every array to reduce it; of larger ones each sums its share."""
 
-NO_SIGNATURE = Signed(b"", 0)
+NO_SIGNATURE: Signed = b"", 0
 
 
 @dataclass(frozen=True)

@@ -5,20 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ..device.arrays import (
-    Array,
-    cast,
-    contiguous,
-    copy_into,
-    count,
-    empty,
-    is_contiguous,
-    is_half,
-    move_dim,
-    overlap,
-    sum_parts,
-    widen,
-)
+from ..device.arrays import Array, cast, contiguous, copy_into, empty, is_contiguous, is_half, move_dim, overlap, sum_parts, widen
 from .call import Carried, Counts, Members, Route
 
 
@@ -82,7 +69,7 @@ class FlatTransport:
             return Carried(requests, lambda: part if part is into else delivered(part, dim, into), (front, part), array)
         whole = (members.size, *shape)
         parts = members.ledger.track(empty(whole, array)) if parts is None else parts.reshape(whole)
-        equal, largest = len(set(sizes)) == 1, max(count(front), members.size * max(sizes) * rest)
+        equal, largest = len(set(sizes)) == 1, max(prod(front.shape), members.size * max(sizes) * rest)
         cut = Counts(counts, [own * rest] * members.size, equal, largest)
         requests = self.all_to_all(members.comm, front, parts, cut, blocking)
 

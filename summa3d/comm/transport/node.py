@@ -10,14 +10,13 @@ from functools import partial
 from math import prod
 from typing import Any
 
-from ...errors import Summa3dError
 from ..device.arrays import Array, contiguous, copy_into, count, detached, dtype_name, empty, is_contiguous, place_of, share
 from ..health.signatures import Signed, signed
-from .call import ALL_REDUCE_LIMIT, Carried, Members, Route
+from .call import ALL_REDUCE_LIMIT, NO_SIGNATURE, Carried, Members, Route
 from .host import HostTransport
 from .node_buffer import NodeBuffer, Slot, lasting
 from .select import NodeRule, staged_dtype
-from .slot_collective import PLANS, SlotCollective, goes_in_slots
+from .slot_collective import PLANS, SlotCollective
 
 BRIEF = 1 << 16
 """Bytes in a slot up to which a call takes less time than to read the clock of this thread's processor time four times."""
@@ -49,15 +48,7 @@ class NodeTransport:
     def check(self) -> None:
         """Raise GridError where a member has failed in the middle of a communication."""
         if self.buffer.flags.broken:
-            try:
-                self.buffer.flags.check()
-            except Summa3dError as error:
-                self.buffer.fail(error)  # its own flags too, so that no member waits for it
-                raise
-
-    def refuse(self, text: str) -> None:
-        """Post a call that this member refuses, for the others to compare with theirs."""
-        self.buffer.signatures.call(signed(text))
+            self._breaking(self.buffer.flags.check)  # its own flags too, so that no member waits for it
 
     def end(self) -> None:
         """Say that this member makes no more calls, and frees the axis."""
@@ -83,13 +74,15 @@ class NodeTransport:
         of waiting for this one.
         """
         buffer, collective = self.buffer, route.bound
-        if collective is None:
-            collective = route.bound = self._bind(route, array)
+        if route.signed is NO_SIGNATURE:
+            collective = route.bound = in_slots(route, array, self.members, self.rule)
             route.signed = signed(route.described(array))
+            if isinstance(collective, SlotCollective) and collective.in_slots and collective.nbytes <= BRIEF:
+                route.naps = buffer.flags.naps
         try:
             number = buffer.signatures.post(route.signed)
             slot = buffer.slot_of(array) if buffer.allocated is not None and route.operation == "reduce_scatter" else None
-            if slot is None and not collective.in_slots:
+            if slot is None and (collective is None or not collective.in_slots):
                 self._compare_for_mpi(route, number, blocking)
                 return None
             if isinstance(collective, AllReduceInParts):
@@ -143,11 +136,12 @@ class NodeTransport:
 
     def compared(self) -> Callable[[], None]:
         """What a member does before it waits for the call that MPI has just begun for it."""
-        return partial(self._compare, self.buffer.signatures.number)
+        return partial(self._breaking, self.buffer.signatures.compare, self.buffer.signatures.number)
 
-    def _compare(self, number: int) -> None:
+    def _breaking(self, step: Callable[..., object], *arguments: object) -> None:
+        """Take a step; an error in it breaks the axis, for all members."""
         try:
-            self.buffer.signatures.compare(number)
+            step(*arguments)
         except BaseException as error:
             self.buffer.fail(error)
             raise
@@ -178,23 +172,7 @@ class NodeTransport:
 
     def barrier(self) -> None:
         """Wait, asleep, for every member."""
-        self._compare(self.buffer.signatures.call(BARRIER))
-
-    def _bind(self, route: Route, array: Array) -> SlotCollective | AllReduceInParts | Elsewhere:
-        """The collective of `route` in the slots of this axis."""
-        collective = in_slots(route, array, self.members, self.rule)
-        if collective.in_slots and isinstance(collective, SlotCollective) and collective.nbytes <= BRIEF:
-            route.naps = self.buffer.flags.naps
-        return collective
-
-
-class Elsewhere:
-    """A collective that is left to another transport."""
-
-    in_slots = False
-
-
-ELSEWHERE = Elsewhere()
+        self._breaking(self.buffer.signatures.compare, self.buffer.signatures.call(BARRIER))
 
 
 class AllReduceInParts:
@@ -236,8 +214,10 @@ class AllReduceInParts:
         return Carried([], finish, array)
 
 
-def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> SlotCollective | AllReduceInParts | Elsewhere:
-    """The collective of `route` in the slots of an axis, or what says that it is left to another transport.
+def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> SlotCollective | AllReduceInParts | None:
+    """The collective of `route` in the slots of an axis; None, it is left to another transport.
+
+    Whether calls go through slots is decided by the operation, and by the elements that all members write there.
 
     Raises ShapeError for a dtype or a reduction that MPI does not support either.
     """
@@ -247,9 +227,8 @@ def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> Sl
         if "reduce" in route.operation:
             host.operation(array, route.op)
     if route.operation not in PLANS or not staged_dtype(array):
-        return ELSEWHERE
+        return None
     elements = PLANS[route.operation](route, tuple(array.shape), members.index, members.size).elements
-    here = goes_in_slots(route, array, elements, rule)
     if route.operation == "all_reduce" and array.itemsize * prod(array.shape) > ALL_REDUCE_LIMIT:
-        return AllReduceInParts(array, members, here)
-    return SlotCollective(route, array, members.index, members.size, here)
+        return AllReduceInParts(array, members, rule.takes(array, elements) and route.in_order and route.op == "sum")
+    return SlotCollective(route, array, members.index, members.size, route.view or rule.takes(array, elements))

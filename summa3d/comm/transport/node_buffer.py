@@ -175,42 +175,39 @@ class NodeBuffer:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
 
         Invalidates the view of the last slot, and abandons an allocated slot that was not used. A slot that is too small grows;
-        all members wait for each other then. The caller has posted its call, which raises on a broken axis.
+        all members wait for each other then. The caller has posted its call, which raises on a broken axis; it breaks
+        the axis on an error.
         """
-        try:
-            if self.viewed is not None:
-                self.viewed.close()
-                self.viewed = None
-            if self.allocated is not None:
-                self.allocated[0].leave()
-                self.allocated = None
-            self.number = number = self.number + 1
-            place = number % SLOTS
-            before = self.slots[place]
-            if before is not None and before.collective is not None:
-                before.finish()
-            words, closed = self.flags.words, number - SLOTS
-            for flag in self.others[CLOSED][place]:
-                if not closed <= words[flag] < LEFT:
-                    self.flags.wait(flag, closed)
-            memory = self.memories[place]
-            if nbytes > (0 if memory is None else len(memory)):
-                self.signatures.wake()
-                self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
-                self.memories[place] = None
-                self._flats[place].clear()
-                for collective in self.seen:
-                    collective.views[place] = None
-                memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
-            if nbytes and memory is None:
-                self.slots[place] = None
-                self.flags.set(self.own[CLOSED][place], number)
-                return None
-            slot = self.slots[place] = Slot(self, number, memory)
-            return slot
-        except BaseException as error:
-            self.fail(error)
-            raise
+        if self.viewed is not None:
+            self.viewed.close()
+            self.viewed = None
+        if self.allocated is not None:
+            self.allocated[0].leave()
+            self.allocated = None
+        self.number = number = self.number + 1
+        place = number % SLOTS
+        before = self.slots[place]
+        if before is not None and before.collective is not None:
+            before.finish()
+        words, closed = self.flags.words, number - SLOTS
+        for flag in self.others[CLOSED][place]:
+            if not closed <= words[flag] < LEFT:
+                self.flags.wait(flag, closed)
+        memory = self.memories[place]
+        if nbytes > (0 if memory is None else len(memory)):
+            self.signatures.wake()
+            self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
+            self.memories[place] = None
+            self._flats[place].clear()
+            for collective in self.seen:
+                collective.views[place] = None
+            memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
+        if nbytes and memory is None:
+            self.slots[place] = None
+            self.flags.set(self.own[CLOSED][place], number)
+            return None
+        slot = self.slots[place] = Slot(self, number, memory)
+        return slot
 
     def flat(self, place: int, memory: mmap.mmap, like: Array) -> Array:
         """All of a slot's memory as one array of `like`'s kind and dtype, made once."""
@@ -269,11 +266,7 @@ class NodeBuffer:
         slot = self.take(self.size * count * like.itemsize)
         if slot is None:
             return None
-        try:
-            array = slot.part(like, self.index * count, shape)
-        except BaseException as error:
-            self.fail(error)
-            raise
+        array = slot.part(like, self.index * count, shape)
         self.allocated = slot, array
         return array
 

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..device.arrays import Array, copy_into, detached, empty, is_half, is_torch, library_of, overlap, quiet, sum_wide
-from .call import ALL_REDUCE_LIMIT, Route
+from .call import Route
 from .node_memory import SLOTS
-from .select import NodeRule, staged_dtype
 
 IN_ONE_COPY = 1 << 16
 """Bytes in a slot below which one copy of a whole array costs less than to find the parts that others read."""
@@ -189,13 +188,6 @@ class SlotCollective:
         for part in others:
             self._reduce(out, part, out=out)
         return out
-
-
-def goes_in_slots(route: Route, array: Array, elements: int, rule: NodeRule) -> bool:
-    """Whether calls go through slots: decided by the operation, and by the elements that all members write there."""
-    if route.operation == "all_reduce" and array.itemsize * prod(array.shape) > ALL_REDUCE_LIMIT:
-        return rule.takes(array, elements) and route.in_order and route.op == "sum"
-    return (route.view and staged_dtype(array)) or rule.takes(array, elements)
 
 
 def row_major(shape: Sequence[int]) -> list[int]:

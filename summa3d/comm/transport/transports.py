@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mpi4py import MPI
-
 from ...errors import GridError
 from ..device.arrays import Array, is_on_device
+from ..health.signatures import signed
 from . import probe
 from .call import MESSAGES, Carried, Members, Route, refuse_freed
 from .cuda_aware import CudaAwareTransport
@@ -82,7 +81,7 @@ class Transports:
     def refuse(self, text: str) -> None:
         """Let members that share a node's memory compare a call that this one refuses: those that make another one raise, too."""
         if self.node is not None:
-            self.node.refuse(text)
+            self.node.buffer.signatures.call(signed(text))
 
     def barrier(self) -> None:
         """Return once every member has called; members that share a node wait asleep."""
@@ -127,7 +126,7 @@ class Transports:
         """Whether MPI reads device pointers, as rank 0 finds out, where it matters."""
         if self.members.wanted in ("pinned", "nccl", "mpi"):
             return False
-        comm: MPI.Intracomm = self.members.comm
+        comm = self.members.comm
         return bool(comm.bcast(probe.cuda_aware().works if comm.rank == 0 else None))
 
     def end(self) -> None:
