@@ -48,8 +48,8 @@ class Calls:
         if self.size == 1:
             return alone(array, into)
         with self.lock:
-            route, ledger = settle(array, into, parts, *options), self.ledger
-            if ledger.by_steps or route.on_device:
+            route = settle(array, into, parts, *options) if options else settle(array, into, parts)  # Python inlines the latter
+            if self.ledger.by_steps or route.on_device:
                 pending = self._by_steps(route, array, into, True, parts)
                 pending.lock = Pending.lock  # this call has the axis's
                 return pending.wait()
@@ -73,7 +73,7 @@ class Calls:
         if self.size == 1:
             return Completed(alone(array, into))
         with self.lock:
-            route = settle(array, into, parts, *options)
+            route = settle(array, into, parts, *options) if options else settle(array, into, parts)
             if self.ledger.by_steps or route.on_device:
                 return self._by_steps(route, array, into, False)
             naps, wall = route.naps, time.perf_counter()

@@ -81,13 +81,13 @@ class FlatTransport:
 
     def carry_all_reduce(self: Any, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
         """Begin an all-reduce; 16-bit floats travel and are reduced in float32."""
-        half, send = is_half(array), contiguous(array)
-        if half:
-            send = widen(send)
+        half = is_half(array)
+        send = widen(contiguous(array)) if half else contiguous(array)
+        like = array if half else send  # what is in flight keeps no array that was copied
         direct = into is not None and not half and is_contiguous(into) and (into is array or not overlap(into, send))
         out = send if half or (into is array and direct) else into if direct else empty(array.shape, array)
         requests = self.all_reduce(members.comm, send, out, route.op, blocking)
-        return Carried(requests, lambda: narrowed(out, array, into), (send, out), send)
+        return Carried(requests, lambda: narrowed(out, like, into), (send, out), send)
 
     def carry_broadcast(self: Any, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
         """Begin a broadcast into the arrays of the members, in place."""
