@@ -151,7 +151,7 @@ WIDE = {
     "Fused": "no state: stands for the module of the reference's functions",
     **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "ViT"), MODELS),
     **dict.fromkeys(("HostTransport", "CudaAwareTransport", "NcclTransport", "NcclLink", "PinnedTransport"), TRANSPORT),
-    **dict.fromkeys(("DryTransport", "Route", "Message"), TRANSPORT),
+    **dict.fromkeys(("DryTransport", "Route"), TRANSPORT),
     "DryStep": "a record: what one rank of a dry run would move and hold",
     "PlanTable": "columns of the planner's table",
 }

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import interpreter
 from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_tensors
-from ..comm.health import flight
+from ..comm.health import flight, flight_files
 from ..errors import ConfigError, DataError, LaunchError
 from ..files import whole
 from ..launch import segments, slurm
@@ -54,7 +54,7 @@ def show_flight(folder: Path) -> int:
     """Print the table of who waited for whom; raises DataError where the folder has no records."""
     flights = flight.read_folder(folder)
     if not flights:
-        raise DataError(f"{folder} has no flight records (files *{flight.SUFFIX}, which a job that failed leaves).")
+        raise DataError(f"{folder} has no flight records (files *{flight_files.SUFFIX}, which a job that failed leaves).")
     print("\n".join(flight.table(flights, flight.ended(folder)) or ["no rank waited for another one"]))
     return 0
 

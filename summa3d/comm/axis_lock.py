@@ -6,13 +6,14 @@ import os
 import threading
 from _thread import allocate_lock, get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakSet
 
 from mpi4py import MPI
 
 from ..errors import GridError, Summa3dError
 from .health.failure import not_a_rank, said
+from .transport.transports import Transports
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,16 +32,6 @@ class OfThisProcess:
         )
 
 
-class Shared(Protocol):
-    """The transports of an axis, as far as a broken call concerns them."""
-
-    def check(self) -> None:
-        """Raise GridError where a member has failed."""
-
-    def fail(self, error: BaseException) -> None:
-        """Tell the other members, where they can be told."""
-
-
 class AxisLock:
     """A context around each call over an axis. Raises GridError at its start if a call is already inside, or was broken off.
 
@@ -48,13 +39,13 @@ class AxisLock:
     is refused, and the axis is broken. An error other than ours inside a call, an interrupt included, breaks it as well: this
     member's part may be missing. Through the node's memory the other members raise GridError too; through MPI they wait.
 
-    label : the axis, in messages. shared : the transports of the axis.
+    label : the axis, in messages. transports : those of the axis, which know whether a member has failed, and tell the others.
     """
 
-    __slots__ = ("__weakref__", "_holder", "_lock", "_refusal", "label", "shared")
+    __slots__ = ("__weakref__", "_holder", "_lock", "_refusal", "label", "transports")
 
-    def __init__(self, label: str, shared: Shared) -> None:
-        self.label, self.shared = label, shared
+    def __init__(self, label: str, transports: Transports) -> None:
+        self.label, self.transports = label, transports
         self._lock, self._holder, self._refusal = allocate_lock(), 0, ""
         LOCKS.add(self)
 
@@ -79,7 +70,7 @@ class AxisLock:
             else:
                 how = f"{mine} began a call while {holder} was in one; threads need a grid each, or take turns"
             self._break(GridError(how))
-        self.shared.check()
+        self.transports.check()
         raise GridError(self._refusal)
 
     def _break(self, error: BaseException) -> None:
@@ -89,7 +80,7 @@ class AxisLock:
                 f"axis {self.label} is broken: rank {MPI.COMM_WORLD.rank} failed in a communication ({said(error)}).\n"
                 "  Its members are out of step, and it communicates no more. Free the grid and make another."
             )
-            self.shared.fail(error)
+            self.transports.fail(error)
 
     def forked(self) -> None:
         """Refuse all calls of a process that was forked from a rank: they would be taken for the rank's."""

@@ -14,10 +14,10 @@ from mpi4py import MPI
 
 from ..errors import AgreementError, GridError
 from .axis import Axis
-from .checks import Checks
+from .communicators import comm_of
 from .device.arrays import Array, count, dtype_name, is_on_device, place_of
 from .health import flight
-from .pending import Begun, Pending
+from .pending import Pending, Reported
 from .transport.call import Route
 from .transport.nccl import NcclLink, NcclTransport
 from .transport.p2p import CODES, HEADER
@@ -57,20 +57,6 @@ def links_of(homes: Sequence[int]) -> dict[tuple[str, int], Link]:
     return found
 
 
-class Message(Route):
-    """The messages of one kind and size to one stage; `what` says which they are, and who is at the other end."""
-
-    __slots__ = ("what",)
-
-    def __init__(self, operation: str, array: Array, words: int, root: int, tag: int, what: str) -> None:
-        super().__init__(operation, is_on_device(array), words, int(operation == "receive"), root=root, tag=tag)
-        self.what = what
-
-    def described(self, array: Array) -> str:
-        """What it is, in words."""
-        return f"{self.operation} of {dtype_name(array)} {list(array.shape)}, {self.what}"
-
-
 class Channel:
     """What the members of a pipeline's axis send each other: inputs of stages (F), and gradients of their outputs (B).
 
@@ -78,7 +64,8 @@ class Channel:
     phase in which it is waited for. Messages of one kind to one stage arrive in the order of their sends. With debug checks a
     message carries what it is, and its receiver compares.
 
-    ``channel.send(y, 2, "F", micro)`` on the member that holds stage 1, ``channel.receive(x, 2, "F", micro)`` on that of stage 2.
+    ``channel.send(y, 2, "F", micro)`` on the member that holds stage 1, ``channel.start_receive(x, 2, "F", micro).wait()`` on
+    that of stage 2.
 
     Parameters
     ----------
@@ -103,17 +90,12 @@ class Channel:
         if axis.size > 1 and axis.comm != MPI.COMM_NULL:  # a dry run has no communicator
             self._members = replace(self._members, comm=axis.comm.Dup())
             self.ranks = tuple(axis.comm.group.Translate_ranks(list(self.ranks), MPI.COMM_WORLD.group))
-        self._checks = Checks(self._members, axis.transports, axis.check)
+        self.comm = self._members.comm
         self._nccl: dict[Link, NcclLink] = {}
         self._sends: list[Pending] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
         self._headers: list[tuple[MPI.Request, bytes]] = []
-        self._routes: dict[Any, Message] = {}
-
-    @property
-    def comm(self) -> MPI.Intracomm:
-        """The communicator of the messages."""
-        return self._members.comm
+        self._routes: dict[Any, Route] = {}
 
     def open_device(self, array: Array) -> None:
         """Open what carries messages that lie where `array` does (collective over the axis); nothing to open on the host.
@@ -126,11 +108,9 @@ class Channel:
             return
         for link in sorted(set(self.links.values()), key=lambda link: link.turn):
             if self.axis.index in (link.source, link.target):
-                ends = self.comm.group.Incl([link.source, link.target])
-                pair = self.comm.Create_group(ends)
+                pair = comm_of(self.comm, (link.source, link.target))
                 self._nccl[link] = NcclLink(transport.timeline, pair)
                 pair.Free()
-                ends.Free()
 
     def send(self, array: Array, stage: int, kind: str, micro: int = 0) -> None:
         """Begin to send `array` to `stage`; it must not be written until the send is done (`progress`, `finish`)."""
@@ -138,32 +118,29 @@ class Channel:
         self.progress()
         if self.axis.check:
             header = _header(array, stage, kind, micro)
-            request = self.comm.Isend(header, link.target, self._header_tag(tag))
+            request = self.comm.Isend(header, link.target, tag * CODES + HEADER)
             IN_FLIGHT.add([request])
             self._headers.append((request, header))
         route = self._message("send", array, 0, stage, kind, link.target)
         number = self.axis.records.begin(route, array, time.perf_counter(), flight.BEGUN)
-        sent = self._begin(route, array, link).recorded(self.axis.ledger, self.axis.label)
-        sent.number = number
-        self._sends.append(sent)
+        self._sends.append(self._begin(route, array, link, number).record(self.axis.ledger, self.axis.label))
 
     def start_receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Incoming:
-        """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order."""
+        """Post the receive of what is sent to `stage`, into `out`; posted receives of one kind and stage are served in order.
+
+        Words n, messages 1.
+        """
         link, tag = self._checked("receive", out, stage, kind), self._tag(stage, kind)
-        self._checks.target("receive", out)
+        self.axis.checks.target("receive", out)
         route = self._message("receive", out, count(out), stage, kind, link.source)
         number = self.axis.records.begin(route, out, time.perf_counter(), flight.BEGUN)
-        incoming = Incoming(self, number, partial(self._begin, route, out, link))
+        incoming = Incoming(self, number, partial(self._begin, route, out, link, number))
         if self.axis.check:
-            incoming.expect(_header(out, stage, kind, micro), link.source, self._header_tag(tag))
+            incoming.expect(_header(out, stage, kind, micro), link.source, tag * CODES + HEADER)
         else:
             incoming.begin()
         self._posted.add(incoming)
         return incoming
-
-    def receive(self, out: Array, stage: int, kind: str, micro: int = 0) -> Array:
-        """Overwrite `out` by what is sent to `stage`. Words n, messages 1."""
-        return self.start_receive(out, stage, kind, micro).wait()
 
     def progress(self) -> int:
         """Let MPI work on what is in flight, let go of what has been sent, and return how many sends are still out.
@@ -201,7 +178,7 @@ class Channel:
         if self.comm != self.axis.comm:
             self.comm.Free()
 
-    def _begin(self, route: Message, array: Array, link: Link) -> Begun:
+    def _begin(self, route: Route, array: Array, link: Link, number: int) -> Reported:
         transport: Any = self.axis.transports.host
         if route.on_device:
             transport = self.axis.transports.between_two(array)
@@ -213,23 +190,20 @@ class Channel:
                 transport = self._nccl[link]
                 route.root = int(route.operation == "send")  # of two: the source, then the target
         carry = partial(transport.carry, self._members, route, array, None, False)
-        return Begun(carry, lambda array: transport, route, array)
+        return Reported(carry, lambda array: transport, route, array, number)
 
-    def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Message:
+    def _message(self, way: str, array: Array, words: int, stage: int, kind: str, peer: int) -> Route:
         """The route of messages like this one, which is kept: the flight recorder writes its text once."""
         key = way, stage, kind, array.shape, array.dtype, place_of(array)
         if key not in self._routes:
             what = f"{kind} for stage {stage} {'to' if way == 'send' else 'from'} rank {self.ranks[peer]}"
-            self._routes[key] = Message(way, array, words, peer, self._tag(stage, kind), what)
+            messages, tag = int(way == "receive"), self._tag(stage, kind)
+            self._routes[key] = Route(way, is_on_device(array), words, messages, root=peer, tag=tag, what=what)
         return self._routes[key]
 
     def _tag(self, stage: int, kind: str) -> int:
         """Neither order nor peer tells messages apart: of two members, one sends both kinds to the other."""
         return 2 * stage + KINDS.index(kind)
-
-    def _header_tag(self, tag: int) -> int:
-        """MPI's tag of what a message says of itself."""
-        return tag * CODES + HEADER
 
     def _checked(self, way: str, array: Array, stage: int, kind: str) -> Link:
         """The link of a message that this member sends or receives.
@@ -239,7 +213,7 @@ class Channel:
         if self.freed:
             raise GridError(f"the channel of {self.axis.label} was freed, and carries no more messages. Make another.")
         self.axis.transports.check()
-        self._checks.array(way, array)
+        self.axis.checks.array(way, array)
         own = self._own[way]
         if not isinstance(kind, str) or not isinstance(stage, int) or (kind, stage) not in own:
             known = ", ".join(f"{kind} for stage {stage}" for kind, stage in sorted(own)) or "nothing"
@@ -256,13 +230,12 @@ class Incoming:
     In debug mode only its header is posted: what is not the awaited message may be larger than the array.
     """
 
-    def __init__(self, channel: Channel, number: int, start: Callable[[], Begun]) -> None:
+    def __init__(self, channel: Channel, number: int, start: Callable[[], Reported]) -> None:
         self._channel, self._number, self._start = channel, number, start
-        self._begun: Begun | None = None
+        self._begun: Reported | None = None
         self._header: tuple[MPI.Request, bytearray, bytes] | None = None
-        self._pending: Pending | None = None
 
-    def begin(self) -> Begun:
+    def begin(self) -> Reported:
         """Post the receive of the array, once."""
         self._begun = self._begun or self._start()
         return self._begun
@@ -279,12 +252,9 @@ class Incoming:
         Raises AgreementError, in debug mode, where something else was sent.
         """
         channel = self._channel
-        if self._pending is None:
-            if self._header is not None:
-                self._compare(*self._header)
-            self._pending = self.begin().recorded(channel.axis.ledger, channel.axis.label)
-            self._pending.number = self._number
-        result = self._pending.wait()
+        if self._begun is None and self._header is not None:
+            self._compare(*self._header)
+        result = self.begin().record(channel.axis.ledger, channel.axis.label).wait()
         channel._posted.discard(self)
         return result
 
@@ -292,7 +262,7 @@ class Incoming:
         flight.mark(self._number, flight.WAITED_FOR)
         request.Wait()
         if arrived != expected:
-            flight.failed(self._number)
+            flight.mark(self._number, flight.FAILED)
             sent, wanted = (bytes(text).rstrip(b"\0").decode() for text in (arrived, expected))
             axis = self._channel.axis
             raise AgreementError(f"{axis.label} {axis.index} waits for {wanted}, and was sent {sent}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from math import prod
 from threading import current_thread
 from typing import Any, NoReturn
@@ -28,6 +28,8 @@ from .transport.call import Members, Route
 from .transport.p2p import CODES
 from .transport.transports import Transports
 
+Sizes = Sequence[int] | None
+"""The members' extents along a dim; None, they are equal."""
 LEAST_TAG = 32767
 """The largest tag that every MPI has."""
 
@@ -44,14 +46,7 @@ class Checks:
         self.transports = transports
 
     def settled(
-        self,
-        name: str,
-        array: Array,
-        dim: int,
-        sizes: Sequence[int] | None,
-        whole: bool,
-        into: Array | None = None,
-        parts: Array | None = None,
+        self, name: str, array: Array, dim: int, sizes: Sizes, whole: bool, into: Array | None = None, parts: Array | None = None
     ) -> tuple[int, list[int]]:
         """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's.
 
@@ -67,8 +62,13 @@ class Checks:
         dim %= len(shape)
         extent = shape[dim]
         if sizes is None:
-            problem = self._parts_problem(name, dim, extent) if whole else None
-            sizes = [extent // self.size if whole else extent] * self.size
+            sizes, left = [extent // self.size if whole else extent] * self.size, extent % self.size if whole else 0
+            if left:
+                below = extent - left
+                problem = (
+                    f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
+                    f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
+                )
         elif len(sizes) != self.size or (sum(sizes) if whole else sizes[self.index]) != extent:
             problem = (
                 f"{name} over {self.label} = {self.size} was given sizes {list(sizes)} for dim {dim} of size {extent}. "
@@ -87,9 +87,7 @@ class Checks:
         self.agreed(name, array, facts, problem)
         return dim, list(sizes)
 
-    def pieces(
-        self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None
-    ) -> tuple[int, list[int], list[int] | None]:
+    def pieces(self, array: Array, dim: int, sizes: Sizes, receive_sizes: Sizes) -> tuple[int, list[int], list[int] | None]:
         """An all-to-all's dim, and what this member sends and receives of it; the latter None where all pieces are equal."""
         if (sizes is None) != (receive_sizes is None):
             raise ShapeError(f"all_to_all over {self.label} takes sizes and receive_sizes together, or neither for equal pieces.")
@@ -124,24 +122,11 @@ class Checks:
         """The reason why `array` cannot be overwritten in place; None if it can."""
         return None if is_writable(array) else f"{name} overwrites its array in place, and this one is read-only."
 
-    def _parts_problem(self, name: str, dim: int, extent: int) -> str | None:
-        below = extent - extent % self.size
-        if below == extent:
-            return None
-        return (
-            f"{name}: dim {dim} of size {extent} has no equal parts over {self.label} = {self.size}. "
-            f"Pass sizes, or a multiple of {self.size}: {below}, {below + self.size}."
-        )
-
     def root_problem(self, root: object) -> str | None:
         """The reason why `root` is no member of the axis; None if it is one."""
         if isinstance(root, (int, np.integer)) and 0 <= root < self.size:
             return None
         return f"There is no root {root} on axis {self.label}; its members are 0 to {self.size - 1}."
-
-    def op_problem(self, op: object) -> str | None:
-        """The reason why `op` names no reduction; None if it is a text, of which the transport says what it means."""
-        return None if isinstance(op, str) else f"Reduction {op!r} is not defined; it is a text, such as sum."
 
     def agreed(self, name: str, array: Array, facts: dict[str, Any], problem: str | None = None) -> None:
         """Raise ShapeError for a `problem` with this call; in debug mode an error on all members if they differ in anything."""
@@ -206,31 +191,25 @@ def _not_whole(name: str, what: str, value: object, least: int | None = None) ->
 
 ROUTES = 1024
 """Routes that an axis keeps; a step of training takes the same few again and again."""
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "reduce", "broadcast", "all_to_all")
 
 
 class Routes:
-    """The routes of an axis's calls: each is checked and counted once for all calls that are alike."""
+    """The routes of an axis's calls: each is checked and counted once for all calls that are alike.
+
+    There is a method for each operation. array : what is sent, or overwritten. into : where the result goes, if a caller says so.
+    parts : workspace of a reduce-scatter. What follows them are the operation's options.
+    """
 
     def __init__(self, checks: Checks) -> None:
         self.checks, self.size, self.index, self.label = checks, checks.size, checks.index, checks.label
         self._routes: dict[Hashable, Route] = {}
 
-    def of(self, kind: str, array: Array, into: Array | None, parts: Array | None, options: Mapping[str, Any]) -> Route:
-        """The route of a collective of a kind, with its options."""
-        if kind == "all_gather":
-            return self.gather(array, into=into, **options)
-        if kind == "reduce_scatter":
-            return self.scatter(array, into=into, parts=parts, **options)
-        if kind in ("all_reduce", "reduce"):
-            return self.reduction(kind, array, into=into, **options)
-        if into is not None:
-            self.checks.refuse(kind, array, {"shape": tuple(array.shape)}, f"{kind} over {self.label} takes no into.")
-        return self.from_root(array, **options) if kind == "broadcast" else self.exchange(array, **options)
-
-    def gather(self, block: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, view: bool) -> Route:
+    def all_gather(
+        self, block: Array, into: Array | None, parts: None, dim: int = 0, sizes: Sizes = None, view: bool = False
+    ) -> Route:
         """The route of an all-gather."""
-        if sizes is not None and type(sizes) is not tuple:
-            sizes = listed("all_gather", sizes)
+        sizes = listed("all_gather", sizes)
         key, route = self._known("all_gather", block, into, dim, sizes, view)
         if route is not None:
             return route
@@ -238,12 +217,9 @@ class Routes:
         words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
 
-    def scatter(
-        self, array: Array, dim: int, sizes: Sequence[int] | None, into: Array | None, parts: Array | None = None
-    ) -> Route:
+    def reduce_scatter(self, array: Array, into: Array | None, parts: Array | None, dim: int = 0, sizes: Sizes = None) -> Route:
         """The route of a reduce-scatter."""
-        if sizes is not None and type(sizes) is not tuple:
-            sizes = listed("reduce_scatter", sizes)
+        sizes = listed("reduce_scatter", sizes)
         key, route = self._known("reduce_scatter", array, into, dim, sizes)
         if route is not None and parts is not None:
             problem = self.checks.workspace_problem(array, parts, route.words // (self.size - 1) * self.size)
@@ -255,16 +231,23 @@ class Routes:
         words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, extents))
 
-    def reduction(
-        self, name: str, array: Array, op: str, into: Array | None, root: int | None = None, in_order: bool = True
-    ) -> Route:
-        """The route of an all-reduce, or of a reduce onto `root`."""
+    def all_reduce(self, array: Array, into: Array | None, parts: None, op: str = "sum", in_order: bool = False) -> Route:
+        """The route of an all-reduce."""
+        return self._reduction("all_reduce", array, into, op, None, in_order)
+
+    def reduce(self, array: Array, into: Array | None, parts: None, root: int = 0, op: str = "sum") -> Route:
+        """The route of a reduction onto the root."""
+        return self._reduction("reduce", array, into, op, root, True)
+
+    def _reduction(self, name: str, array: Array, into: Array | None, op: Any, root: int | None, in_order: bool) -> Route:
         in_place = into is not None and into is array and is_writable(array)
         key, route = self._known(name, array, None if in_place else into, op, root, in_order)
         if route is not None:
             return route
         facts = {"shape": tuple(array.shape), "op": op, "root": root}
-        problem = (self.checks.root_problem(root) if name == "reduce" else None) or self.checks.op_problem(op)
+        problem = None if name == "all_reduce" else self.checks.root_problem(root)
+        if problem is None and not isinstance(op, str):  # of a text the transport says what it means
+            problem = f"Reduction {op!r} is not defined; it is a text, such as sum."
         if problem is None and root in (None, self.index):
             problem = into_problem(into, array, array.shape)
         self.checks.agreed(name, array, facts, problem)
@@ -275,7 +258,7 @@ class Routes:
         route = Route(name, is_on_device(array), words, messages, op=op, root=-1 if root is None else root, in_order=in_order)
         return self._kept(key, route)
 
-    def from_root(self, array: Array, root: int) -> Route:
+    def broadcast(self, array: Array, into: None, parts: None, root: int = 0) -> Route:
         """The route of a broadcast."""
         key, route = self._known("broadcast", array, None, root)
         if route is not None and (not route.words or is_writable(array)):
@@ -285,10 +268,11 @@ class Routes:
         self.checks.agreed("broadcast", array, {"shape": tuple(array.shape), "root": root}, problem)
         return self._kept(key, Route("broadcast", is_on_device(array), count(array) * received, int(received), root=root))
 
-    def exchange(self, array: Array, dim: int, sizes: Sequence[int] | None, receive_sizes: Sequence[int] | None) -> Route:
+    def all_to_all(
+        self, array: Array, into: None, parts: None, dim: int = 0, sizes: Sizes = None, receive_sizes: Sizes = None
+    ) -> Route:
         """The route of an all-to-all."""
-        sizes = None if sizes is None else listed("all_to_all", sizes)
-        receive_sizes = None if receive_sizes is None else listed("all_to_all", receive_sizes)
+        sizes, receive_sizes = listed("all_to_all", sizes), listed("all_to_all", receive_sizes)
         key, route = self._known("all_to_all", array, None, dim, sizes, receive_sizes)
         if route is not None:
             return route
@@ -299,14 +283,22 @@ class Routes:
             key, Route("all_to_all", is_on_device(array), words, self.size - 1, dim, extents, receive_sizes=received)
         )
 
-    def message(self, name: str, array: Array, peer: int, tag: int) -> Route:
-        """The route of a message to or from member `peer`."""
+    def send(self, array: Array, into: None, parts: None, to: int, tag: int) -> Route:
+        """The route of a message to member `to`."""
+        return self._message("send", array, to, tag, 0)
+
+    def receive(self, array: Array, into: None, parts: None, source: int, tag: int) -> Route:
+        """The route of a message from member `source`."""
+        route = self._message("receive", array, source, tag, 1)
+        self.checks.target("receive", array)
+        return route
+
+    def _message(self, name: str, array: Array, peer: int, tag: int, arriving: int) -> Route:
         key, route = self._known(name, array, None, peer, tag)
         if route is not None:
             return route
         self.checks.peer(name, peer, tag)
-        arriving = name == "receive"
-        return self._kept(key, Route(name, is_on_device(array), count(array) * arriving, int(arriving), root=peer, tag=tag))
+        return self._kept(key, Route(name, is_on_device(array), count(array) * arriving, arriving, root=peer, tag=tag))
 
     def _known(self, name: str, array: Array, into: Array | None, *rest: Hashable) -> tuple[Hashable, Route | None]:
         """What calls like this one have in common, and their route; None where this one must be checked itself.
@@ -332,9 +324,9 @@ class Routes:
         return self._routes.setdefault(key, route)
 
 
-def listed(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Sizes as a tuple. Raises ShapeError for what is no sequence."""
+def listed(name: str, sizes: Sizes) -> tuple[int, ...] | None:
+    """Sizes as a tuple, where there are any. Raises ShapeError for what is no sequence."""
     try:
-        return tuple(sizes)
+        return None if sizes is None else tuple(sizes)
     except TypeError as error:
         raise ShapeError(f"{name}: sizes are whole numbers, one per member; they are given as {sizes!r}.") from error

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import prod
 from typing import NoReturn
 
 import numpy as np
 
-from .calls import Calls
-from .device.arrays import Array, copy_into, dtype_name, into_problem, is_writable, place_of
+from .calls import Calls, Settle, alone
+from .device.arrays import Array, dtype_name, into_problem, is_writable, place_of
 from .pending import Completed, Pending
 from .transport.call import Route
 
 INTO = ("all_gather", "reduce_scatter", "all_reduce", "reduce")
 """Collectives whose result may go into an array of the caller's."""
-Settle = Callable[[Array, "Array | None", "Array | None"], Route]
 
 
 class Collective:
@@ -46,15 +44,11 @@ class Collective:
 
     def start(self, array: Array, into: Array | None = None) -> Pending:
         """Begin the collective; `wait` of the returned Pending gives its result. into : where the result goes, optional."""
-        calls = self.calls
-        with calls.lock:
-            return calls.begin(self._route_of(array, into), array, into)
+        return self.calls.begin(self._route_of, array, into)
 
     def run(self, array: Array, into: Array | None = None, parts: Array | None = None) -> Array:
         """Return the result of the collective. parts : workspace of a reduce-scatter through MPI, of g·n_r words."""
-        calls = self.calls
-        with calls.lock:
-            return calls.complete(self._route_of(array, into, parts), array, into, parts)
+        return self.calls.complete(self._route_of, array, into, parts)
 
     def _route_of(self, array: Array, into: Array | None, parts: Array | None = None) -> Route:
         """The route; ShapeError unless the arrays are like those that were prepared for."""
@@ -65,7 +59,8 @@ class Collective:
             fits = False
         if not fits:
             self._refuse(array)
-        taken = (into is None or self._takes(into, array)) and (parts is None or self._holds(parts, array))
+        holds = parts is None or self.calls.checks.workspace_problem(array, parts, prod(self._result) * self.calls.size) is None
+        taken = holds and (into is None or self._takes(into, array))  # the full check says why not
         if self._each or not taken or (self._overwrites and not is_writable(array)):
             return self._settle(array, into, parts)
         return self.route
@@ -73,15 +68,11 @@ class Collective:
     def _takes(self, into: Array, array: Array) -> bool:
         """Whether the result may go into this array; where it may not, the full check says why."""
         if not self._may_go:
-            return False
+            name = self.route.operation
+            self.calls.checks.refuse(name, array, {"shape": self._shape}, f"{name} over {self.calls.label} takes no into.")
         if type(into) is type(array) is np.ndarray and into.shape == self._result and into.dtype == self._dtype:
             return into.flags.writeable
         return (into is array and is_writable(array)) or into_problem(into, array, self._result) is None
-
-    def _holds(self, parts: Array, array: Array) -> bool:
-        """Whether this array can be a reduce-scatter's workspace; where it cannot, the full check says why."""
-        elements = prod(self._result) * self.calls.size
-        return self.calls.checks.workspace_problem(array, parts, elements) is None
 
     def _refuse(self, array: Array) -> NoReturn:
         """Raise ShapeError for an array that is not like the one prepared for, once the other members can know of it."""
@@ -94,11 +85,6 @@ class Collective:
             f"  Prepare another one for such arrays, or call axis.{name}."
         )
         calls.checks.refuse(name, array, {"shape": tuple(array.shape)}, problem)
-
-
-def alone(array: Array, into: Array | None) -> Array:
-    """Return the result of a collective over an axis of one member."""
-    return array if into is None or into is array else copy_into(into, array)
 
 
 class Copied(Collective):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from mpi4py import MPI
 
 from ..errors import GridError, Summa3dError
-from .axis import Axis, free
+from .axis import Axis
 from .health.failure import check_comm
 from .job import Job
 
@@ -19,7 +19,8 @@ class Communicators:
 
     Parameters
     ----------
-    make : makes the communicator of the grid's ranks, in their order: collective over them, at the first use.
+    make : makes the communicator of the grid's ranks, in their order: collective over them, at the first use. MPI.Intracomm, the
+        grid has no processes.
     common : the one that the grid was made on, its owner's; default the grid's own.
     ranks : those of `common` that fill the grid, in the grid's order. Where they are all of them, in their order, they fill it.
     line : the names of an axis that has all ranks, and so the communicator which `make` makes; then `comm` is another one.
@@ -70,20 +71,22 @@ class Communicators:
 
         Raises GridError where the grid is sealed and the call `asked` would make one of several ranks.
         """
-        if len(members) > 1:
-            self._job.check_unsealed(grid, asked)
-        return self._new(members, names)
+        if self._job.sealed and len(members) > 1:
+            raise GridError(
+                f"{grid} is sealed: {asked} would make a new communicator, which other ranks may not be there to make.\n"
+                f"  Ask for {asked} on every rank before grid.seal()."
+            )
+        if self._make is MPI.Intracomm:  # of a grid without processes, each is the null communicator
+            return self.first
+        if len(members) == 1:
+            return MPI.COMM_SELF
+        return self.first if names == self._line else comm_of(self.first, members)
 
     def check_in_use(self, grid: object) -> None:
         """Raise GridError if the grid was freed, or interrupted as it made an axis, or this process was forked from its rank."""
         if self.first != MPI.COMM_NULL:
             check_comm(self.first, f"{grid}")
         self._job.check_in_use(grid)
-
-    def _new(self, members: Sequence[int], names: tuple[str, ...]) -> MPI.Intracomm:
-        if len(members) == 1:
-            return MPI.COMM_SELF
-        return self.first if names == self._line else comm_of(self.first, members)
 
     def free(self) -> None:
         """Free all that were made: the axes' own and those of all ranks."""
@@ -94,16 +97,6 @@ class Communicators:
         self.axes.clear()
 
 
-class NoCommunicators(Communicators):
-    """Those of a grid without processes: each is the null communicator."""
-
-    def __init__(self, job: Job, size: int) -> None:
-        super().__init__(job, MPI.Intracomm, tuple(range(size)))
-
-    def _new(self, members: Sequence[int], names: tuple[str, ...]) -> MPI.Intracomm:
-        return self.first
-
-
 def release(job: Job, grids: Sequence[Communicators]) -> None:
     """Free what belongs to a job, and all of its grid's parts and of the grid; then raise the first error of freeing an axis.
 
@@ -111,10 +104,10 @@ def release(job: Job, grids: Sequence[Communicators]) -> None:
     """
     job.freed = True
     axes = [axis for communicators in grids for axis in communicators.axes.values()]
-    steps: list[Callable[[], None]] = [axis.transports.end for axis in axes]
-    steps += [partial(free, axis) for axis in axes]
+    for axis in axes:
+        axis.records.ranks = None  # the communicator, which would name them, is gone soon
     errors = []
-    for step in steps:
+    for step in [axis.transports.end for axis in axes] + [axis.transports.free for axis in axes]:
         try:
             step()
         except Summa3dError as error:

@@ -24,7 +24,8 @@ def converted(array: Array, library: str, device: str | None = None) -> Array:
     here = "cuda" if is_on_device(array) else "cpu"
     if library == "torch":
         torch = _imported("torch")
-        tensor = array if is_torch(array) else _shared(array, torch.bfloat16, np.int16, _from_dlpack(torch, here))
+        share = torch.from_dlpack if here == "cuda" else torch.from_numpy
+        tensor = array if is_torch(array) else _shared(array, torch.bfloat16, np.int16, share)
         return tensor if target == here else tensor.to(target)
     if library == "numpy":
         if is_torch(array):
@@ -46,11 +47,6 @@ def _target(array: Array, library: str, device: str | None) -> str:
     if fixed is not None and device not in (None, fixed):
         raise ConfigError(f"{library} has no arrays on {device}; its arrays lie on {fixed}. torch has both.")
     return fixed or device or ("cuda" if is_on_device(array) else "cpu")
-
-
-def _from_dlpack(torch: Any, here: str) -> Any:
-    """How torch shares an array of numpy's, or one of CuPy's on the device."""
-    return torch.from_dlpack if here == "cuda" else torch.from_numpy
 
 
 def _shared(array: Array, brain: Any, whole: Any, share: Any) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpi4py import MPI
 
@@ -13,8 +13,7 @@ from ..errors import GridError
 from ..node_support import watchdog_seconds
 from .axis import Axis
 from .axis_lock import OfThisProcess
-from .communicators import Communicators, NoCommunicators, checked_comm, comm_of, release
-from .device.arrays import Array
+from .communicators import Communicators, checked_comm, comm_of, release
 from .device.backend import Backend
 from .health import flight
 from .health.agreement import check_agreement
@@ -23,7 +22,7 @@ from .health.watchdog import guard
 from .job import Job
 from .profile.ledger import Ledger
 from .topology import Topology, checked_ranks, describe, divisors
-from .transport.call import Carried, Members, Route
+from .transport.call import Members, Route
 from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
 
@@ -205,7 +204,11 @@ class BaseGrid(OfThisProcess):
     def _axis(self, names: tuple[str, ...]) -> Axis:
         whole = self.whole
         if not self.inside:
-            raise _outside(whole)
+            common = whole.communicators.common
+            raise GridError(
+                f"Rank {common.rank} is outside {whole}: it holds nothing, and takes no part in what the grid's ranks do.\n"
+                f"  Ask `grid.inside` first, or make the grid of all {common.size} ranks."
+            )
         if names in whole._axes:
             return whole._axes[names]
         members = whole.topology.members(names, whole.coordinates)
@@ -285,8 +288,8 @@ class Grid(BaseGrid):
         filling = checked_ranks(ranks, comm.size)
         topology.check_size(len(filling))
         rank = filling.index(comm.rank) if comm.rank in filling else MPI.UNDEFINED
-        whole_axes = [(name,) for name, size in topology.shape.items() if size == topology.size > 1 and rank != MPI.UNDEFINED]
-        line = whole_axes[0] if whole_axes else None
+        whole_axes = ((name,) for name, size in topology.shape.items() if size == topology.size > 1 and rank != MPI.UNDEFINED)
+        line = next(whole_axes, None)
         links, name = Communicators(job, partial(comm_of, comm, filling), filling, comm, line), f"Grid {describe(topology.shape)}"
         with job.making(name):
             first = links.first
@@ -337,9 +340,7 @@ class SubGrid(BaseGrid):
 class Unconnected(Transports):
     """The transports of an axis of a grid without processes: its collectives raise GridError."""
 
-    def carry(
-        self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
-    ) -> Carried:
+    def carry(self, route: Route, *arrays: Any, **options: Any) -> NoReturn:
         """Raise GridError: the axis has no other process to communicate with."""
         raise GridError(
             f"{route.operation} over axis {self.members.label} = {self.members.size}: a Place stands for one rank of a grid "
@@ -378,7 +379,7 @@ class Place(BaseGrid):
         topology = Topology.checked(axes, order, tile)
         nodes = [0] * topology.size if nodes is None else list(nodes)
         job = Job(False, "auto", None, transports, nodes, node_rule)
-        links = NoCommunicators(job, topology.size)
+        links = Communicators(job, MPI.Intracomm, tuple(range(topology.size)))
         super().__init__(topology, topology.checked_rank(rank), links, Ledger() if ledger is None else ledger, job)
 
 
@@ -404,12 +405,3 @@ def agree_on_call(
         if len(seen) >= AGREED:
             seen.clear()
         seen.update((key, operation))
-
-
-def _outside(grid: BaseGrid) -> GridError:
-    """Return the error of what a rank outside the grid asks of its axes."""
-    common = grid.communicators.common
-    return GridError(
-        f"Rank {common.rank} is outside {grid}: it holds nothing, and takes no part in what the grid's ranks do.\n"
-        f"  Ask `grid.inside` first, or make the grid of all {common.size} ranks."
-    )

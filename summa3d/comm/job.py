@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from mpi4py import MPI
 
@@ -57,15 +57,16 @@ class Job:
         """
         facts = {"axes": topology.shape, "order": topology.order, "tile": topology.tile, "check": self.check}
         wanted = node_memory is not False and why_no_node_memory() is None
-        mine = Introduction(facts_of("Grid", facts), Job.made + 1, _leader_of_node(comm, same), _rule_here(), wanted, affinity())
-        ranks = comm.allgather(mine) if comm.size > 1 else [mine]
-        compare([rank.facts for rank in ranks], "Grid")
-        leaders = sorted({rank.leader for rank in ranks})
-        self.nodes = [leaders.index(rank.leader) for rank in ranks]
-        self.blas = _rule_of_all([rank.rule for rank in ranks])
-        if comm.size > 1 and all(rank.wants_node_memory for rank in ranks):
-            self.node_rule = NodeRule(_is_crowded([rank.cores for rank in ranks], self.nodes), node_memory is True)
-        self.number = Job.made = max(rank.number for rank in ranks)
+        mine = facts_of("Grid", facts), Job.made + 1, _leader_of_node(comm, same), _rule_here(), wanted, affinity()
+        told = comm.allgather(mine) if comm.size > 1 else [mine]
+        everyones_facts, numbers, leaders, rules, wanting, cores = zip(*told, strict=True)
+        compare(everyones_facts, "Grid")
+        nodes = sorted(set(leaders))
+        self.nodes = [nodes.index(leader) for leader in leaders]
+        self.blas = _rule_of_all(rules)
+        if comm.size > 1 and all(wanting):
+            self.node_rule = NodeRule(_is_crowded(cores, self.nodes), node_memory is True)
+        self.number = Job.made = max(numbers)
 
     @contextmanager
     def making(self, asked: str) -> Iterator[None]:
@@ -95,29 +96,6 @@ class Job:
                 "  Free it and make another grid."
             )
 
-    def check_unsealed(self, grid: object, asked: str) -> None:
-        """Raise GridError if the grid is sealed."""
-        if self.sealed:
-            raise GridError(
-                f"{grid} is sealed: {asked} would make a new communicator, which other ranks may not be there to make.\n"
-                f"  Ask for {asked} on every rank before grid.seal()."
-            )
-
-
-class Introduction(NamedTuple):
-    """The facts that one rank tells the others.
-
-    number : the grid's, as far as this rank has counted. leader : the first rank of its node. rule : what would multiply host
-    tensors here, or why nothing can. cores : those that it may run on.
-    """
-
-    facts: dict[str, str]
-    number: int
-    leader: int
-    rule: BlasRule | ConfigError
-    wants_node_memory: bool
-    cores: Sequence[int]
-
 
 def _rule_here() -> BlasRule | ConfigError:
     """Return what would multiply host tensors on this rank; the error where it cannot follow SUMMA3D_BLAS."""
@@ -129,12 +107,10 @@ def _rule_here() -> BlasRule | ConfigError:
 
 def _rule_of_all(rules: Sequence[BlasRule | ConfigError]) -> BlasRule:
     """Return what multiplies host tensors on all ranks. Raises the ConfigError of the first one that has one."""
-    usable = []
     for rule in rules:
         if isinstance(rule, ConfigError):
             raise rule
-        usable.append(rule)
-    return common_rule(usable)
+    return common_rule([rule for rule in rules if isinstance(rule, BlasRule)])
 
 
 def _is_crowded(cores_of: Sequence[Sequence[int]], nodes: Sequence[int]) -> bool:

@@ -10,7 +10,6 @@ from typing import Any
 from .device.arrays import Array, dtype_name, is_on_device
 from .health import flight
 from .profile.ledger import Amounts, Ledger
-from .profile.nvtx import Ranges
 from .profile.timeline import Timed
 from .transport.call import Carried, Route
 from .transport.progress import IN_FLIGHT, Naps
@@ -34,24 +33,19 @@ class Pending:
 
     Buffers stay alive until `wait` returns, or MPI has done with those of a Pending that is dropped. On a device, `wait` makes
     the caller's stream wait, and work queued on that stream afterwards sees the result; the transport keeps arrays that the
-    device still uses (arrival.Held), whether or not `wait` is called. `account(wall, cpu)` receives the wall and processor
-    seconds of the completion. `number` is that of the communication in the flight recorder, 0 where it is not recorded.
+    device still uses (arrival.Held), whether or not `wait` is called. `line`, of the ledger, receives the wall and
+    processor seconds of the completion. `number` is that of the communication in the flight recorder, 0 where it is not recorded.
     """
 
     _carried: Carried | None = None
+    _result: Array = None
     lock: AbstractContextManager[None] = nullcontext()
     """That of the axis, around the completion."""
 
     def __init__(
-        self,
-        carried: Carried,
-        account: Callable[[float, float], None],
-        number: int = 0,
-        lock: AbstractContextManager[None] = lock,
-        naps: Naps | None = None,
+        self, carried: Carried, line: Amounts, number: int, lock: AbstractContextManager[None], naps: Naps | None
     ) -> None:
-        self._carried, self._account, self.number, self.lock, self._naps = carried, account, number, lock, naps
-        self._result: Array = None
+        self._carried, self._account, self.number, self.lock, self._naps = carried, line.wait, number, lock, naps
 
     def __del__(self) -> None:
         left = self._carried
@@ -80,29 +74,13 @@ class Pending:
                 with self.lock:
                     self._result = carried.complete()
             except BaseException:
-                flight.failed(number)
+                flight.mark(number, flight.FAILED)
                 raise
             self._carried, ended = None, time.perf_counter()
             if number:
                 flight.end(number, ended)
             self._account(ended - wall, cpu_seconds(naps, cpu, ended - wall))
-            del self._account
         return self._result
-
-
-class Shown(Pending):
-    """A communication whose `wait` is an NVTX range."""
-
-    def __init__(self, carried: Carried, account: Callable[[float, float], None], ranges: Ranges, name: str) -> None:
-        super().__init__(carried, account)
-        self._ranges, self._name = ranges, name
-
-    def wait(self) -> Array:
-        """Complete the communication inside a profiler range of its own."""
-        if self._carried is None:
-            return self._result
-        with self._ranges.around(self._name):
-            return super().wait()
 
 
 class Completed(Pending):
@@ -112,38 +90,49 @@ class Completed(Pending):
         self._carried, self._result = None, result
 
 
-class Begun:
-    """A communication that `carry` has begun, not yet in the ledger.
+class Reported(Pending):
+    """A communication that `carry` begins, and whose start and end a ledger is told of: on a device, or in a trace, or a message.
 
     On a device, `device_of` gives the transport that knows what of the host's seconds is communication; the device's own are
     those of its events.
     """
 
-    __slots__ = ("carried", "cpu_seconds", "device", "dtype", "issue", "itemsize", "route", "seconds", "start")
+    _naps = None
+    _line: Amounts | None = None
 
-    def __init__(self, carry: Callable[[], Carried], device_of: Callable[[Array], Any], route: Route, array: Array) -> None:
-        self.start, cpu = time.perf_counter(), time.thread_time()
-        self.carried, self.route = carry(), route
-        self.issue, self.cpu_seconds = time.perf_counter() - self.start, time.thread_time() - cpu
-        moved, self.carried.moved = self.carried.moved, None  # what is in flight keeps only the buffers that it needs
+    def __init__(
+        self, carry: Callable[[], Carried], device_of: Callable[[Array], Any], route: Route, array: Array, number: int
+    ) -> None:
+        self._start, cpu = time.perf_counter(), time.thread_time()
+        self._carried = carried = carry()
+        self._issue, cpu = time.perf_counter() - self._start, time.thread_time() - cpu
+        moved, carried.moved = carried.moved, None  # what is in flight keeps only the buffers that it needs
         moved = array if moved is None else moved
-        self.dtype, self.itemsize = dtype_name(moved), moved.itemsize
-        self.device = device_of(moved) if is_on_device(moved) else None
-        self.seconds = self.issue if self.device is None else self.device.on_host(self.issue)
+        self._route, self._dtype, self.number = route, dtype_name(moved), number
+        self._device = device_of(moved) if is_on_device(moved) else None
+        self._amounts = Amounts(1, route.words, route.messages, route.words * moved.itemsize, self._on_host(self._issue), cpu)
+        self._spans = [span for one in carried.requests if isinstance(one, Timed) for span in one.spans]
 
-    def recorded(self, ledger: Ledger, label: str) -> Pending:
-        """Record it in the ledger's current phase; `wait` of the returned Pending records its completion."""
-        route, name, device = self.route, self.route.operation, self.device
-        amounts = Amounts(1, route.words, route.messages, route.words * self.itemsize, self.seconds, self.cpu_seconds)
-        line = ledger.line(name, label, self.dtype)
-        line.add(amounts)
-        traced = ledger.begin(name, label, self.dtype, amounts, self.start, self.issue)
-        if device is not None:
-            ledger.expect(line, traced, [span for one in self.carried.requests if isinstance(one, Timed) for span in one.spans])
+    def _on_host(self, seconds: float) -> float:
+        return seconds if self._device is None else float(self._device.on_host(seconds))
 
-        def account(waited: float, cpu_seconds: float) -> None:
-            ledger.complete(line, traced, waited if device is None else device.on_host(waited), cpu_seconds, waited)
+    def record(self, ledger: Ledger, label: str) -> Reported:
+        """Record it, once, in the ledger's current phase; `wait` then records its completion."""
+        if self._line is None:
+            name = self._route.operation
+            about = name, label, self._dtype
+            self._line = ledger.line(*about)
+            self._line.add(self._amounts)
+            self._traced = ledger.begin(*about, self._amounts, self._start, self._issue)
+            ledger.expect(self._line, self._traced, self._spans)
+            self._ledger, self._ranges, self._name = ledger, ledger.ranges, f"wait for {name} {label}"
+        return self
 
-        if ledger.ranges is None:
-            return Pending(self.carried, account)
-        return Shown(self.carried, account, ledger.ranges, f"wait for {name} {label}")
+    def wait(self) -> Array:
+        """Complete the communication, inside a profiler's range of its own if the ledger has ranges."""
+        with nullcontext() if self._carried is None or self._ranges is None else self._ranges.around(self._name):
+            return super().wait()
+
+    def _account(self, seconds: float, cpu_seconds: float) -> None:
+        assert self._line is not None
+        self._ledger.complete(self._line, self._traced, self._on_host(seconds), cpu_seconds, seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,21 +14,11 @@ from .device.arrays import Array, place_of
 class Prepared:
     """A collective over an axis for blocks of one shape, prepared for each dtype, library and memory when the first such comes.
 
-    axis, kind, dim, sizes, op, root, view : as of `Axis.prepare`
+    axis, kind, options : as of `Axis.prepare`
     """
 
-    def __init__(
-        self,
-        axis: Axis,
-        kind: str,
-        dim: int | None = None,
-        sizes: Sequence[int] | None = None,
-        op: str | None = None,
-        root: int | None = None,
-        view: bool | None = None,
-    ) -> None:
-        self.axis, self.kind = axis, kind
-        self._options = {"dim": dim, "sizes": sizes, "op": op, "root": root, "view": view}
+    def __init__(self, axis: Axis, kind: str, **options: Any) -> None:
+        self.axis, self.kind, self._options = axis, kind, options
         self._collectives: dict[Any, Collective] = {}
 
     def of(self, array: Array) -> Collective:
@@ -37,5 +26,5 @@ class Prepared:
         key = array.dtype if type(array) is np.ndarray else (array.dtype, place_of(array))
         collective = self._collectives.get(key)
         if collective is None:
-            collective = self._collectives[key] = self.axis.prepare(self.kind, array, **self._options)  # type: ignore[arg-type]
+            collective = self._collectives[key] = self.axis.prepare(self.kind, array, **self._options)
         return collective

@@ -39,9 +39,9 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     first, stopped, began = FirstEnded(), Stopped(watchdog_seconds()), time.time()
     before, folder = signal.pthread_sigmask(signal.SIG_BLOCK, [*PASSED_ON, signal.SIGCHLD]), None
     try:
-        if flight.VARIABLE not in environ:
+        if flight_files.VARIABLE not in environ:
             folder = flight_files.new_folder()
-            environ = {**environ, flight.VARIABLE: str(folder)}
+            environ = {**environ, flight_files.VARIABLE: str(folder)}
         child = Child(command, environ, before)
         first.follow(child.process.pid)
         status = child.wait(stopped.look)

@@ -84,9 +84,9 @@ def test_two_members_never_take_a_gradient_for_an_input(comm, make_channel):
         channel.send(np.full(4, 3.0), 3, "F")
         channel.send(np.full(4, -1.0), 1, "B")
     else:
-        assert channel.receive(np.empty(4), 1, "B")[0] == -1
-        assert channel.receive(np.empty(4), 3, "F")[0] == 3
-        assert channel.receive(np.empty(4), 1, "F")[0] == 1
+        assert channel.start_receive(np.empty(4), 1, "B").wait()[0] == -1
+        assert channel.start_receive(np.empty(4), 3, "F").wait()[0] == 3
+        assert channel.start_receive(np.empty(4), 1, "F").wait()[0] == 1
 
 
 @pytest.mark.mpi(sizes=(2,))
@@ -105,14 +105,14 @@ def test_a_message_that_is_not_the_one_waited_for_is_told_in_debug_mode(comm, ma
             with pytest.raises(
                 AgreementError, match=f"^pp 1 waits for F of {told[0].replace('1', '0', 1)}, and was sent F of {text}\\.$"
             ):
-                channel.receive(np.empty(3), 1, "F", 0)
+                channel.start_receive(np.empty(3), 1, "F", 0).wait()
             taken = np.empty(shape, dtype)
             (left,) = channel.axis.transports.host.receive(channel.comm, taken, 0, channel._tag(1, "F"))
             left.wait()  # so that nothing is left when the test ends
     if comm.rank == 0:
         channel.send(np.ones(3), 1, "F", 0)
     else:
-        assert channel.receive(np.empty(3), 1, "F", 0)[0] == 1
+        assert channel.start_receive(np.empty(3), 1, "F", 0).wait()[0] == 1
 
 
 @pytest.mark.mpi(sizes=(3,))
@@ -125,7 +125,7 @@ def test_a_message_that_a_member_does_not_send_or_receive_is_refused(comm, make_
         with pytest.raises(
             GridError, match=r"pp 1 does not receive B for stage 2. What it receives: B for stage 1, F for stage 1\."
         ):
-            channel.receive(block, 2, "B")
+            channel.start_receive(block, 2, "B").wait()
         with pytest.raises(ShapeError, match="C-contiguous"):
             channel.start_receive(np.ones((2, 2)).T, 1, "F")
     with pytest.raises(GridError, match=r"axis pp has the members 0 to 2; the stages' are given as \(0, 3\)"):
@@ -189,7 +189,7 @@ def test_a_dry_run_counts_messages_and_moves_none():
     place = DryPlace({"pp": 3, "z": 2}, rank=2)
     channel = Channel(place["pp"], looped(3, 2))
     with place.ledger.phase("backward"):
-        out = channel.receive(np.ones((4, 5)), 1, "B")
+        out = channel.start_receive(np.ones((4, 5)), 1, "B").wait()
         channel.send(out, 0, "B")
     rows = {row.collective: (row.axis, row.phase, row.amounts.words, row.amounts.messages) for row in place.ledger.rows()}
     assert rows == {"receive": ("pp", "backward", 20, 1), "send": ("pp", "backward", 0, 0)} and channel.progress() == 0

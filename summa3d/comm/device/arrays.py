@@ -22,7 +22,8 @@ from ...errors import ConfigError
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 DEVICES = ("cpu", "cuda")
-quiet = np.errstate(over="ignore", invalid="ignore")
+QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
+quiet = np.errstate(**QUIET)
 """Decorates numpy's arithmetic on blocks: inf and nan say what happened, and each rank would print warnings of its own.
 
 One that a user has made an error would leave the other ranks waiting. It costs 0.6 µs, which torch's arrays do not pay.
@@ -87,15 +88,17 @@ def array_problem(array: Any, has_memory: bool = True) -> str | None:
 
 
 def library_of(array: Array) -> Any:
-    """The library that made an array other than torch's, numpy or CuPy: its functions have the same names."""
-    return np if isinstance(array, np.ndarray) else sys.modules[type(array).__module__.partition(".")[0]]
+    """The library that made an array: numpy, CuPy or torch, many of whose functions have the same names."""
+    if isinstance(array, np.ndarray):
+        return np
+    return sys.modules["torch" if is_torch(array) else type(array).__module__.partition(".")[0]]
 
 
 def kind_of(array: Array) -> str:
     """What must be alike where arrays are combined: the library, and where the memory lies."""
     if isinstance(array, np.ndarray):
         return "numpy"
-    library = "torch" if is_torch(array) else library_of(array).__name__
+    library = library_of(array).__name__
     return f"{library} on a device" if is_on_device(array) else library
 
 
@@ -124,18 +127,14 @@ class _Outline:
     def __init__(self, array: Array) -> None:
         size = int(array.itemsize)
         steps = [step * size for step in array.stride()] if is_torch(array) else array.strides
+        start = address(array) or (64 + array.storage_offset() * size if is_torch(array) else 0)  # without memory, from 64 on
         self.__array_interface__ = {
             "version": 3,
             "shape": tuple(array.shape),
             "strides": tuple(steps),
             "typestr": f"|V{size}",
-            "data": (address(array) or _offset(array), True),
+            "data": (start, True),
         }
-
-
-def _offset(array: Array) -> int:
-    """Where the first element would lie in a storage without memory, which begins at 64."""
-    return 64 + int(array.storage_offset() * array.itemsize) if is_torch(array) else 0
 
 
 def empty(shape: Sequence[int], like: Array, order: Literal["C", "F"] = "C") -> Array:
@@ -189,23 +188,17 @@ def copy_into(out: Array, source: Array) -> Array:
     elif out.dtype == source.dtype:
         library_of(out).copyto(out, source)
     else:
-        _round_into(out, source)
+        with np.errstate(**QUIET):
+            library_of(out).copyto(out, source)
     return out
-
-
-@quiet
-def _round_into(out: Array, source: Array) -> None:
-    library_of(out).copyto(out, source)
 
 
 def cast(array: Array, like: Array) -> Array:
     """`array` in the dtype of `like`."""
-    return array.to(like.dtype) if is_torch(array) else _rounded(array, like)
-
-
-@quiet
-def _rounded(array: Array, like: Array) -> Array:
-    return array.astype(like.dtype)
+    if is_torch(array):
+        return array.to(like.dtype)
+    with np.errstate(**QUIET):
+        return array.astype(like.dtype)
 
 
 def widen(array: Array) -> Array:
@@ -255,21 +248,10 @@ def sum_parts(parts: Array, out: Array) -> Array:
         return copy_into(out, sum_wide(parts))
     if len(parts) == 1:
         return copy_into(out, parts[0])
-    if is_torch(parts):
-        import torch
-
-        torch.add(parts[0], parts[1], out=out)
+    with contextlib.nullcontext() if is_torch(parts) else np.errstate(**QUIET):
+        library_of(parts).add(parts[0], parts[1], out=out)
         for part in parts[2:]:
             out += part
-        return out
-    return _add_up(parts, out)
-
-
-@quiet
-def _add_up(parts: Array, out: Array) -> Array:
-    library_of(parts).add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out += part
     return out
 
 

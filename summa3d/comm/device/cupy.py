@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -83,18 +84,7 @@ class CupyBackend:
         """Page-locked memory of CuPy's pinned pool, as bytes."""
         return np.frombuffer(self._cuda.alloc_pinned_memory(nbytes), np.uint8, nbytes)
 
-    def buffer(self, address: int, nbytes: int) -> _Bytes:
+    def buffer(self, address: int, nbytes: int) -> SimpleNamespace:
         """Device memory behind the CUDA array interface, which mpi4py reads."""
-        return _Bytes(address, nbytes)
-
-
-class _Bytes:
-    """Device memory by the interface that mpi4py reads."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address if nbytes else 0, False),
-            "version": 3,
-        }
+        data = (address if nbytes else 0, False)
+        return SimpleNamespace(__cuda_array_interface__={"shape": (nbytes,), "typestr": "|u1", "data": data, "version": 3})

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from mpi4py import MPI
 
@@ -32,17 +33,11 @@ def _sendable(error: Exception) -> tuple[type[Exception], str]:
     """Reduce an exception to (class, message), the nearest base class that every rank can import and build from a message."""
     message = str(error.args[0]) if len(error.args) == 1 else str(error)
     for kind in type(error).__mro__:
-        if issubclass(kind, Exception) and "<locals>" not in kind.__qualname__ and _builds(kind, message):
-            return kind, message
+        if issubclass(kind, Exception) and "<locals>" not in kind.__qualname__:
+            with suppress(Exception):  # any refusal, of whatever class, means that this class takes more than a message
+                kind(message)
+                return kind, message
     return Exception, message
-
-
-def _builds(kind: Callable[[str], Exception], message: str) -> bool:
-    try:
-        kind(message)
-    except Exception:  # any refusal, of whatever class, means that this class takes more than a message
-        return False
-    return True
 
 
 def check_agreement(comm: MPI.Comm, operation: str, facts: Mapping[str, object], problem: str | None = None) -> int:

@@ -210,7 +210,7 @@ def _may_speak() -> bool:
 def save_flight() -> None:
     """Keep the records of this node's ranks and say where, unless `summa3d launch` does, or nobody waits."""
     recorder, now = flight.recorder, time.time()
-    if recorder is None or flight.VARIABLE in os.environ or not flight.table(flight.read_folder(recorder.file.parent), now):
+    if recorder is None or flight_files.VARIABLE in os.environ or not flight.table(flight.read_folder(recorder.file.parent), now):
         return
     kept = flight_files.save(recorder.file.parent, now)
     if kept is not None:

@@ -14,29 +14,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ...errors import printable
-from . import processes
-from .flight_files import (
-    ENDED,
-    HEADER,
-    MAGIC,
-    NO,
-    SUFFIX,
-    VARIABLE,
-    claim,
-    create,
-    folder_of_job,
-    head_of,
-    opened,
-    records_of,
-    remove,
-    sweep,
-)
-from .flight_files import keep_in as _keep_in
+from . import flight_files, processes
 
 if TYPE_CHECKING:
     from ..device.arrays import Array
@@ -65,14 +49,14 @@ class Recorder:
 
     def __init__(self, file: Path, rank: int, ranks: int) -> None:
         self.file, self.ranks, self._process = file, ranks, os.getpid()
-        descriptor = create(file)
+        descriptor = flight_files.create(file)
         try:
             os.ftruncate(descriptor, NBYTES)  # pages that are never written take no memory
             self.memory = mmap.mmap(descriptor, NBYTES)
         finally:
             os.close(descriptor)
-        offset = time.time() - time.perf_counter()
-        HEADER.pack_into(self.memory, 0, MAGIC, rank, ranks, os.getpid(), processes.this_node(), offset, 0)
+        about = rank, ranks, self._process, processes.this_node(), time.time() - time.perf_counter()
+        flight_files.HEADER.pack_into(self.memory, 0, flight_files.MAGIC, *about, 0)
         records = memoryview(self.memory)[HEAD : HEAD + KEPT * SIZE]
         self.words, self.times = records.cast("q"), records.cast("d")
         self.lines: dict[tuple[int, int], int] = {}  # of the user's; and of the library's from which none of the user's was found
@@ -107,10 +91,7 @@ class Recorder:
             if frame is None:
                 break
             code = frame.f_code
-            try:
-                kind = KINDS[code.co_filename]
-            except KeyError:
-                kind = _kind(code.co_filename)
+            kind = _kind(code.co_filename)
             if kind == USERS:
                 return self._numbered(frame, self.lines)
             if kind == LIBRARY and outer is None:
@@ -138,11 +119,11 @@ class Recorder:
         """Write that this rank has ended. The last one of the node removes the records; others may wait for a rank that ends."""
         if os.getpid() != self._process or not self.file.exists():
             return
-        struct.pack_into("<d", self.memory, HEADER.size - 8, time.time())
+        struct.pack_into("<d", self.memory, flight_files.HEADER.size - 8, time.time())
         with contextlib.suppress(OSError):  # another rank is the last one as well, and removes them
-            heads = map(head_of, records_of(self.file.parent).values())
+            heads = map(flight_files.head_of, flight_files.records_of(self.file.parent).values())
             if all(head.ended for head in heads if head is not None):
-                remove(self.file.parent)
+                flight_files.remove(self.file.parent)
 
 
 def waiting() -> str:
@@ -167,10 +148,10 @@ class Neighbour(NamedTuple):
 def neighbours(folder: Path) -> list[Neighbour]:
     """The ranks of this node that have files in a folder and have not ended, by rank; this one too."""
     found = []
-    for file in records_of(folder).values():
-        head = head_of(file)
+    for file in flight_files.records_of(folder).values():
+        head = flight_files.head_of(file)
         if head is not None and head.lives:
-            with contextlib.suppress(OSError, struct.error), opened(file) as records:
+            with contextlib.suppress(OSError, struct.error), flight_files.opened(file) as records:
                 records.seek(HEAD)
                 read = RECORD.iter_unpack(records.read(KEPT * SIZE))
                 begun = [(number, state == WAITED_FOR and not ended) for number, _, ended, _, _, state in read]
@@ -181,18 +162,17 @@ def neighbours(folder: Path) -> list[Neighbour]:
 def unrecorded() -> list[int]:
     """The ranks of the job that have no file beside this one's."""
     assert recorder is not None
-    return sorted(set(range(recorder.ranks)) - records_of(recorder.file.parent).keys())
+    return sorted(set(range(recorder.ranks)) - flight_files.records_of(recorder.file.parent).keys())
 
 
 USERS, LIBRARY, INSIDE = range(3)
-KINDS: dict[str, int] = {}
-"""A source file: the user's, the library's, or one whose lines say nothing (those of axes, and torch's)."""
 
 
+@cache
 def _kind(file: str) -> int:
+    """A source file: the user's, the library's, or one whose lines say nothing (those of axes, and torch's)."""
     inside = file.startswith(COMM) or f"{os.sep}torch{os.sep}" in file or file.startswith("<")
-    KINDS[file] = INSIDE if inside else LIBRARY if file.startswith(PACKAGE) else USERS
-    return KINDS[file]
+    return INSIDE if inside else LIBRARY if file.startswith(PACKAGE) else USERS
 
 
 def _short(file: str) -> str:
@@ -207,15 +187,15 @@ recorder: Recorder | None = None
 def start(rank: int, ranks: int) -> None:
     """Record this process's communications from now on, in the folder of its job on this node."""
     global recorder
-    if recorder is not None or os.environ.get(VARIABLE) == NO or ranks == 1:
+    if recorder is not None or os.environ.get(flight_files.VARIABLE) == flight_files.NO or ranks == 1:
         return
     try:
-        folder = folder_of_job()
-        recorder = Recorder(folder / f"{rank}{SUFFIX}", rank, ranks)
+        folder = flight_files.folder_of_job()
+        recorder = Recorder(folder / f"{rank}{flight_files.SUFFIX}", rank, ranks)
     except OSError:  # a full or read-only folder is no reason to end a job that works
         return
     atexit.register(recorder.close)
-    sweep(folder)
+    flight_files.sweep(folder)
 
 
 class Described(Protocol):
@@ -289,11 +269,6 @@ def end(number: int, when: float) -> None:
             recorder.times[at + 2] = when
 
 
-def failed(number: int) -> None:
-    """Write that a communication has raised."""
-    mark(number, FAILED)
-
-
 @contextlib.contextmanager
 def waiting_in(what: str, where: str) -> Iterator[None]:
     """Record that this rank waits for others in the block, not in a call of an axis: it may sleep there as long as they work."""
@@ -307,7 +282,7 @@ def waiting_in(what: str, where: str) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        failed(number)
+        mark(number, FAILED)
         raise
     end(number, time.perf_counter())
 
@@ -315,18 +290,18 @@ def waiting_in(what: str, where: str) -> Iterator[None]:
 def keep_in(folder: Path) -> None:
     """Have the records of a job that fails kept in `folder`, not in the one in which it runs."""
     if recorder is not None:
-        _keep_in(folder, recorder.file.parent)
+        flight_files.keep_in(folder, recorder.file.parent)
 
 
 def claim_node() -> bool:
     """Take this job's one place to print on this node; False where another rank has it."""
-    return claim(None if recorder is None else recorder.file.parent)
+    return flight_files.claim(None if recorder is None else recorder.file.parent)
 
 
 def ended(folder: Path) -> float:
     """When the job ended whose records were saved in a folder; now, of one that was not saved."""
     try:
-        return float((folder / ENDED).read_text(encoding="utf-8"))
+        return float((folder / flight_files.ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return time.time()
 
@@ -368,13 +343,13 @@ class Flight:
 def read(file: Path) -> Flight | None:
     """A rank's file; None if it is none, or cut short."""
     try:
-        with opened(file, anybodys=True) as found:
+        with flight_files.opened(file, anybodys=True) as found:
             data = found.read(NBYTES + 1)
     except OSError:
         return None
-    if len(data) != NBYTES or not data.startswith(MAGIC):
+    if len(data) != NBYTES or not data.startswith(flight_files.MAGIC):
         return None
-    _, rank, ranks, process, _, offset, end = HEADER.unpack_from(data)
+    _, rank, ranks, process, _, offset, end = flight_files.HEADER.unpack_from(data)
     if not 0 <= rank < ranks <= MOST_RANKS:
         return None
 
@@ -394,7 +369,7 @@ def read(file: Path) -> Flight | None:
 
 def read_folder(folder: Path) -> list[Flight]:
     """The files of a folder, by rank."""
-    found = [read(file) for file in records_of(folder).values()]
+    found = [read(file) for file in flight_files.records_of(folder).values()]
     return sorted((one for one in found if one is not None), key=lambda one: one.rank)
 
 
@@ -431,19 +406,12 @@ def _call(record: Record) -> str:
 
 def _whom(flight: Flight, waits: Record, flights: Sequence[Flight]) -> str:
     """For which ranks of the axis a rank waits, and which of them have called something else."""
-    late: list[int] = []
-    differ: list[str] = []
     if waits.count == 0:  # a message, which names its other end
         return ""
-    for other in flights:
-        theirs = [one for one in other.records if one.axis == waits.axis]
-        if other.rank == flight.rank or other.rank not in members(waits.axis):
-            continue
-        if other.count(waits.axis) < waits.count:
-            late.append(other.rank)
-        differ += [
-            f"rank {other.rank} called {one.what}" for one in theirs if one.count == waits.count and one.what != waits.what
-        ]
+    others = [other for other in flights if other.rank != flight.rank and other.rank in members(waits.axis)]
+    late = [other.rank for other in others if other.count(waits.axis) < waits.count]
+    called = [(other.rank, one) for other in others for one in other.records if one.axis == waits.axis]
+    differ = [f"rank {rank} called {one.what}" for rank, one in called if one.count == waits.count and one.what != waits.what]
     parts = [f"for rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"] if late else []
     return "".join(f", {part}" for part in parts + differ)
 

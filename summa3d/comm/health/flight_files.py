@@ -94,11 +94,10 @@ def _prefix() -> str:
 
 def is_private(folder: Path, others: int = 0o077) -> bool:
     """Whether this is a folder of this user, not a link to one, whose mode has none of the bits `others`."""
-    try:
+    with contextlib.suppress(OSError):
         status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & others
+        return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & others
+    return False
 
 
 def new_folder() -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,10 +30,7 @@ class State(NamedTuple):
 
 def _stat(file: Path) -> list[str]:
     """The words of a `stat` file after the process's name; none where the process is gone."""
-    try:
-        return file.read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
+    return _text(file).rpartition(")")[2].split()
 
 
 def state_of(process: int) -> State | None:
@@ -48,10 +46,9 @@ def reads_or_writes(process: int) -> bool:
 
 def _threads(process: int) -> list[Path]:
     """The folders of a process's threads; none where the process is gone."""
-    try:
+    with suppress(OSError):
         return list((PROC / f"{process}/task").iterdir())
-    except OSError:
-        return []
+    return []
 
 
 def children(process: int) -> list[int]:
@@ -75,10 +72,9 @@ def environment_of(process: int) -> dict[str, str]:
 
 
 def _text(file: Path) -> str:
-    try:
+    with suppress(OSError):
         return file.read_text(errors="replace")
-    except OSError:
-        return ""
+    return ""
 
 
 def this_node() -> int:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import NamedTuple
 from weakref import WeakSet
 
 from ...errors import AgreementError, Summa3dError
@@ -29,20 +28,16 @@ UNTIL_TOLD = 2.0
 LOOK_EVERY = 0.001
 
 
-class Signed(NamedTuple):
-    """A call's text, as bytes that are cut or end in 0, and its hash above the bits of its number."""
-
-    text: bytes
-    hashed: int
+Signed = tuple[bytes, int]
+"""A call's text, as bytes that are cut or end in 0, and its hash above the bits of its number."""
 
 
 @lru_cache(4096)
 def signed(text: str) -> Signed:
     """The signature of a call that says this of itself: the same in every process."""
     said = text.encode()
-    return Signed(
-        (said + b"\0")[:TEXT], int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little") >> 17 << NUMBER_BITS
-    )
+    hashed = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest(), "little")
+    return (said + b"\0")[:TEXT], hashed >> 17 << NUMBER_BITS
 
 
 class Signatures:

@@ -21,10 +21,8 @@ from typing import NamedTuple, NoReturn
 from mpi4py import MPI
 
 from . import flight, processes
-from .failure import TIME_TO_BE_HEARD, WAIT_FOR_THE_END, abort, has_peers, prepare_for_failure, save_flight, where, who
+from .failure import STDERR, TIME_TO_BE_HEARD, WAIT_FOR_THE_END, abort, has_peers, prepare_for_failure, save_flight, where, who
 
-STDERR = 2
-"""The file descriptor."""
 LOOK_EVERY = 1.0
 """Seconds between two looks; a rank that was stopped itself counts no more than twice as many."""
 PATIENCE = 3.0
@@ -37,7 +35,7 @@ STOPPED, ASLEEP, WAITS, WORKS = "is stopped", "is asleep outside of any communic
 SILENT = (STOPPED, ASLEEP)
 
 
-class Watchdog:
+class Watchdog(contextlib.AbstractContextManager["Watchdog"]):
     """Ends a job that makes no progress: unless `touch` is called every `seconds`, this rank prints its stacks and ends the job.
 
     Every stuck rank prints before the first one ends the job (`GRACE` seconds later), and one of a node names stopped ranks.
@@ -66,9 +64,6 @@ class Watchdog:
         """Stop watching this rank, and disarm the stack dump."""
         self._stopped.set()
         faulthandler.cancel_dump_traceback_later()
-
-    def __enter__(self) -> Watchdog:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()

@@ -6,7 +6,8 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -51,17 +52,6 @@ class Amounts:
         """Add what the completion of a communication took."""
         self.seconds += seconds
         self.cpu_seconds += cpu_seconds
-
-    def minus(self, other: Amounts) -> Amounts:
-        """New amounts: these less `other`; spelled out, because `watch` takes every line of the ledger twice."""
-        return Amounts(
-            self.calls - other.calls,
-            self.words - other.words,
-            self.messages - other.messages,
-            self.bytes - other.bytes,
-            self.seconds - other.seconds,
-            self.cpu_seconds - other.cpu_seconds,
-        )
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,9 @@ class Ledger:
         if self.trace is None:
             return None
         moved = (amounts.words, amounts.messages, amounts.bytes)
-        return self.trace.begin(Communication(collective, axis, self.current_phase, dtype, *moved, start, issue))
+        communication = Communication(collective, axis, self.current_phase, dtype, *moved, start, issue)
+        self.trace.communications.append(communication)
+        return communication
 
     def complete(self, line: Amounts, traced: Communication | None, seconds: float, cpu_seconds: float, wait: float) -> None:
         """Add to a communication's line what completing it took, and write in the trace how long the host was at it, `wait`."""
@@ -140,7 +132,7 @@ class Ledger:
     def expect(self, line: Amounts, traced: Communication | None, spans: Sequence[Span]) -> None:
         """Have the seconds of `spans` added to a communication's line, and written in the trace, once its device has passed."""
         for span in spans:
-            span.account = partial(_add_device, line, traced)
+            span.account = partial(_passed, line, None if traced is None else traced.device)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -215,7 +207,7 @@ class Ledger:
         trace.work.append(work)
         if stream is not None and mark is not None:
             span = Span(name)
-            span.account = partial(_add_stretch, work.device)
+            span.account = partial(_passed, None, work.device)
             timeline.stop(mark, stream, span)
 
     # -- workspace ----------------------------------------------------------------------------------------------------------
@@ -242,15 +234,14 @@ class Ledger:
     def rows(self) -> list[Row]:
         """Every line, in the order in which it first appeared; of a device, the seconds that are known without waiting."""
         self.timeline.collect()
-        return [Row(*key, _copy(amounts)) for key, amounts in self._lines.items()]
+        return [Row(*key, copy(amounts)) for key, amounts in self._lines.items()]
 
     def total(self, phase: str | None = None, axis: str | None = None, dtype: str | None = None) -> Amounts:
         """The sum over the lines of `phase`, `axis` and `dtype`; None takes all."""
-        self.timeline.collect()
         result = Amounts()
-        for (_, line_axis, line_phase, line_dtype), amounts in self._lines.items():
-            if phase in (None, line_phase) and axis in (None, line_axis) and dtype in (None, line_dtype):
-                result.add(amounts)
+        for row in self.rows():
+            if phase in (None, row.phase) and axis in (None, row.axis) and dtype in (None, row.dtype):
+                result.add(row.amounts)
         return result
 
     @contextmanager
@@ -260,29 +251,24 @@ class Ledger:
         Nothing waits for a device: for its seconds call `timeline.settle` before the block and at its end.
         """
         self.timeline.collect()
-        before = {key: _copy(amounts) for key, amounts in self._lines.items()}
+        before = {key: copy(amounts) for key, amounts in self._lines.items()}
         moved = Watched()
         moved.rows = []
         yield moved
         self.timeline.collect()
         for key, amounts in self._lines.items():
-            delta = amounts.minus(before.get(key, Amounts()))
+            old = before.get(key, Amounts())
+            delta = Amounts(*(getattr(amounts, field.name) - getattr(old, field.name) for field in fields(Amounts)))
             if delta.calls:
                 moved.rows.append(Row(*key, delta))
                 moved.add(delta)
 
 
-def _add_device(line: Amounts, traced: Communication | None, name: str, seconds: float, own: float, start: float | None) -> None:
-    """A device has passed a communication's span: `own` of its seconds are this one's."""
-    line.seconds += own
-    if traced is not None:
-        _add_stretch(traced.device, name, seconds, own, start)
-
-
-def _add_stretch(stretches: list[Stretch], name: str, seconds: float, own: float, start: float | None) -> None:
-    if start is not None:
-        stretches.append(Stretch(name, start, seconds))
-
-
-def _copy(amounts: Amounts) -> Amounts:
-    return amounts.minus(Amounts())
+def _passed(
+    line: Amounts | None, device: list[Stretch] | None, name: str, seconds: float, own: float, start: float | None
+) -> None:
+    """A device has passed a span: `own` of its seconds are those of the ledger's line, all of them a stretch of the trace."""
+    if line is not None:
+        line.seconds += own
+    if device is not None and start is not None:
+        device.append(Stretch(name, start, seconds))

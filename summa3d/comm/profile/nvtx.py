@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from ...errors import ConfigError
@@ -44,7 +44,6 @@ def nvtx() -> Ranges:
 
 def nvtx_or_none() -> Ranges | None:
     """NVTX ranges where a library has them."""
-    try:
+    with suppress(ConfigError):
         return nvtx()
-    except ConfigError:
-        return None
+    return None

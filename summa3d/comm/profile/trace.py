@@ -75,11 +75,6 @@ class Trace:
     communications: list[Communication] = field(default_factory=list)
     error: float | None = None
 
-    def begin(self, communication: Communication) -> Communication:
-        """Append a communication that was just issued, and return it for its completion to be filled in."""
-        self.communications.append(communication)
-        return communication
-
 
 def check_file(path: Path, option: str = "--trace") -> None:
     """Raise ConfigError unless `option` names a file in a folder that there is."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from mpi4py import MPI
 
@@ -25,7 +25,7 @@ ALONG_A_DIM = ("all_gather", "reduce_scatter", "all_to_all")
 ALL_REDUCE_LIMIT = 1 << 20
 """Bytes up to which every member of a node reads every array to reduce it; of larger ones each sums its share."""
 
-NO_SIGNATURE = Signed(b"", 0)
+NO_SIGNATURE: Signed = b"", 0
 
 
 @dataclass(frozen=True)
@@ -51,45 +51,38 @@ class Members:
         return self.label if self.grid == 1 else f"{self.label} of grid {self.grid}"
 
 
+@dataclass(eq=False, slots=True)
 class Route:
     """What the calls of one kind over an axis have in common: checked and counted once, by an axis that keeps it.
 
     operation : the name of a collective, send or receive. on_device : whether the array lies on a device. dim, sizes : along
     which dim, and each member's extent there. op : the reduction. root : the root, or the other side of a message. view : whether
     the result may lie in memory that the members share. in_order : whether all members complete it between the same two of their
-    communications. receive_sizes : of an all-to-all; None where all pieces are equal. words, messages : what the ledger counts.
+    communications. receive_sizes : of an all-to-all; None where all pieces are equal. what : of a pipeline's message, which it is
+    and who is at the other end. words, messages : what the ledger counts.
     bound : the transport's own, kept from its first call on. lines : of the ledger, by phase and dtype. signed : what a member
     posts of such a call, for the others to compare. recorded : the flight recorder's number of its text.
     naps : counts the seconds that this rank sleeps, of calls that are too short to read the clock of its processor time.
     """
 
-    __slots__ = (
-        *("bound", "dim", "in_order", "lines", "messages", "on_device", "op", "operation", "receive_sizes", "root", "sizes"),
-        *("naps", "recorded", "signed", "tag", "view", "words"),
-    )
-
-    def __init__(
-        self,
-        operation: str,
-        on_device: bool,
-        words: int,
-        messages: int,
-        dim: int = 0,
-        sizes: Sequence[int] = (),
-        op: str = "sum",
-        root: int = 0,
-        tag: int = 0,
-        view: bool = False,
-        in_order: bool = True,
-        receive_sizes: Sequence[int] | None = None,
-    ) -> None:
-        self.operation, self.on_device, self.words, self.messages = operation, on_device, words, messages
-        self.dim, self.sizes, self.op, self.root, self.tag = dim, sizes, op, root, tag
-        self.view, self.in_order, self.receive_sizes = view, in_order, receive_sizes
-        self.bound: Any = None
-        self.naps: Naps | None = None
-        self.signed, self.recorded = NO_SIGNATURE, -1
-        self.lines: dict[tuple[str, Any], Amounts] = {}
+    operation: str
+    on_device: bool
+    words: int
+    messages: int
+    dim: int = 0
+    sizes: Sequence[int] = ()
+    op: str = "sum"
+    root: int = 0
+    tag: int = 0
+    view: bool = False
+    in_order: bool = True
+    receive_sizes: Sequence[int] | None = None
+    what: str = ""
+    bound: Any = None
+    naps: Naps | None = None
+    signed: Signed = NO_SIGNATURE
+    recorded: int = -1
+    lines: dict[tuple[str, Any], Amounts] = field(default_factory=dict)
 
     def result_shape(self, shape: Sequence[int], index: int) -> tuple[int, ...]:
         """The shape of the result on member `index`, for an array of `shape`."""
@@ -110,7 +103,7 @@ class Route:
             uneven = self.receive_sizes is not None  # each member has other pieces
             marks = [f"dim {self.dim}", "pieces of any sizes" if uneven else f"sizes {list(self.sizes)}"]
         marks += [f"root {self.root}"] if self.operation in ("broadcast", "reduce") else []
-        marks += [f"member {self.root} at the other end"] if self.operation in MESSAGES else []
+        marks += [self.what or f"member {self.root} at the other end"] if self.operation in MESSAGES else []
         marks += ["as a view"] if self.view else []
         marks += ["on a device"] if self.on_device else []
         if self.operation == "all_reduce" and array.itemsize * count(array) > ALL_REDUCE_LIMIT and not self.in_order:
@@ -161,9 +154,9 @@ class Carried:
         return are_done(self.requests)
 
 
-def of_freed(label: str) -> GridError:
-    """The error of whatever an axis is asked for that was freed."""
-    return GridError(f"axis {label} was freed with its grid, and communicates no more. Make another grid.")
+def refuse_freed(label: str, *asked: Any, **options: Any) -> NoReturn:
+    """Raise the error of whatever an axis is asked for that was freed."""
+    raise GridError(f"axis {label} was freed with its grid, and communicates no more. Make another grid.")
 
 
 def wait_for(requests: Sequence[Any]) -> None:

@@ -5,20 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ..device.arrays import (
-    Array,
-    cast,
-    contiguous,
-    copy_into,
-    count,
-    empty,
-    is_contiguous,
-    is_half,
-    move_dim,
-    overlap,
-    sum_parts,
-    widen,
-)
+from ..device.arrays import Array, cast, contiguous, copy_into, empty, is_contiguous, is_half, move_dim, overlap, sum_parts, widen
 from .call import Carried, Counts, Members, Route
 
 
@@ -45,13 +32,7 @@ class FlatTransport:
         return max(0.0, seconds - waited)
 
     def carry(
-        self: Any,
-        members: Members,
-        route: Route,
-        array: Array,
-        into: Array | None = None,
-        blocking: bool = True,
-        parts: Array | None = None,
+        self: Any, members: Members, route: Route, array: Array, into: Array | None, blocking: bool, parts: Array | None = None
     ) -> Carried:
         """Begin a call of `route`; a blocking one completes on the host. Raises ShapeError for a dtype that it does not support.
 
@@ -88,7 +69,7 @@ class FlatTransport:
             return Carried(requests, lambda: part if part is into else delivered(part, dim, into), (front, part), array)
         whole = (members.size, *shape)
         parts = members.ledger.track(empty(whole, array)) if parts is None else parts.reshape(whole)
-        equal, largest = len(set(sizes)) == 1, max(count(front), members.size * max(sizes) * rest)
+        equal, largest = len(set(sizes)) == 1, max(prod(front.shape), members.size * max(sizes) * rest)
         cut = Counts(counts, [own * rest] * members.size, equal, largest)
         requests = self.all_to_all(members.comm, front, parts, cut, blocking)
 
@@ -100,19 +81,13 @@ class FlatTransport:
 
     def carry_all_reduce(self: Any, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
         """Begin an all-reduce; 16-bit floats travel and are reduced in float32."""
-        send = contiguous(array)
-        if is_half(array):
-            wide = widen(send)
-            requests = self.all_reduce(members.comm, wide, wide, route.op, blocking)
-
-            def narrow() -> Array:
-                return cast(wide, array) if into is None else copy_into(into, cast(wide, array))
-
-            return Carried(requests, narrow, wide, wide)
-        direct = into is not None and is_contiguous(into) and (into is array or not overlap(into, send))
-        out = send if into is array and direct else into if direct else empty(array.shape, array)
+        half = is_half(array)
+        send = widen(contiguous(array)) if half else contiguous(array)
+        like = array if half else send  # what is in flight keeps no array that was copied
+        direct = into is not None and not half and is_contiguous(into) and (into is array or not overlap(into, send))
+        out = send if half or (into is array and direct) else into if direct else empty(array.shape, array)
         requests = self.all_reduce(members.comm, send, out, route.op, blocking)
-        return Carried(requests, lambda: out if direct or into is None else copy_into(into, out), (send, out), array)
+        return Carried(requests, lambda: narrowed(out, like, into), (send, out), send)
 
     def carry_broadcast(self: Any, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
         """Begin a broadcast into the arrays of the members, in place."""
@@ -129,13 +104,7 @@ class FlatTransport:
         direct = into is not None and not half and is_contiguous(into) and (into is array or not overlap(into, send))
         out = None if members.index != route.root else into if direct else empty(send.shape, send)
         requests = self.reduce(members.comm, send, out, route.op, route.root, blocking)
-
-        def finish() -> Array | None:
-            if out is None or out is into:
-                return out
-            return copy_into(into, out) if into is not None else cast(out, array) if half else out
-
-        return Carried(requests, finish, send, send)
+        return Carried(requests, lambda: None if out is None else narrowed(out, array, into), send, send)
 
     def carry_all_to_all(self: Any, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
         """Begin an all-to-all of the pieces along `route.dim`."""
@@ -162,3 +131,9 @@ def delivered(out: Array, dim: int, into: Array | None) -> Array:
     """`out`, gathered with its dim in front, in the caller's order of dims."""
     result = move_dim(out, 0, dim)
     return contiguous(result) if into is None else copy_into(into, result)
+
+
+def narrowed(out: Array, array: Array, into: Array | None) -> Array:
+    """`out`, in which arrays like `array` were reduced, in their dtype, and in `into` if there is one."""
+    result = cast(out, array) if is_half(array) else out
+    return result if into is None or result is into else copy_into(into, result)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -53,14 +53,11 @@ class HostTransport(FlatTransport):
         """The MPI datatype of an array's elements. Raises ShapeError for a dtype that cannot be communicated."""
         kind = KINDS.get(array.dtype)
         if kind is None:
-            kind = KINDS[array.dtype] = self._datatype(array)
+            name = dtype_name(array)
+            if name not in DATATYPES:
+                raise ShapeError(f"dtype {name} cannot be communicated; supported: {', '.join(DATATYPES)}.")
+            kind = KINDS[array.dtype] = DATATYPES[name]
         return kind
-
-    def _datatype(self, array: Array) -> MPI.Datatype:
-        name = dtype_name(array)
-        if name not in DATATYPES:
-            raise ShapeError(f"dtype {name} cannot be communicated; supported: {', '.join(DATATYPES)}.")
-        return DATATYPES[name]
 
     def operation(self, array: Array, op: str) -> MPI.Op:
         """The MPI reduction `op` for an array's dtype."""
@@ -118,13 +115,7 @@ class HostTransport(FlatTransport):
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """out = the reduction of all members' arrays; `out` may be `array` itself."""
-        kind, operation, send, receive = self.datatype(array), self.operation(array, op), self.memory(array), self.memory(out)
-        call = comm.Allreduce if blocking else comm.Iallreduce
-        requests: Requests = []
-        for part in pieces(len(send), self.limit):
-            source = MPI.IN_PLACE if array is out else [self.buffer(send[part]), kind]
-            requests += _started(call(source, [self.buffer(receive[part]), kind], operation))
-        return requests
+        return self._reduced(comm.Allreduce if blocking else comm.Iallreduce, array, out, op)
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
         """Every member's `array` becomes the root's, in place."""
@@ -139,14 +130,16 @@ class HostTransport(FlatTransport):
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
         """At the root, out = the reduction of all members' arrays, `out` may be `array` itself; elsewhere `out` is None."""
+        return self._reduced(comm.Reduce if blocking else comm.Ireduce, array, out, op, root)
+
+    def _reduced(self, call: Callable[..., Any], array: Array, out: Array | None, op: str, *root: int) -> Requests:
         kind, operation, send = self.datatype(array), self.operation(array, op), self.memory(array)
         receive = None if out is None else self.memory(out)
-        call = comm.Reduce if blocking else comm.Ireduce
         requests: Requests = []
         for part in pieces(len(send), self.limit):
             target = None if receive is None else [self.buffer(receive[part]), kind]
             source = MPI.IN_PLACE if array is out else [self.buffer(send[part]), kind]
-            requests += _started(call(source, target, operation, root))
+            requests += _started(call(source, target, operation, *root))
         return requests
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:

@@ -17,16 +17,11 @@ from ..device.arrays import Array, address, count, dtype_name, is_half
 from ..device.arrival import Arrival, Held
 from ..profile.timeline import Span, Timed, Timeline
 from .call import Counts, Requests
+from .host import DATATYPES as MPI_DATATYPES
 from .host import LARGE, HostTransport
 
-DATATYPES = {
+DATATYPES = {name: (f"NCCL_{name.upper()}", 1) for name in MPI_DATATYPES} | {
     "bool": ("NCCL_UINT8", 1),
-    "int32": ("NCCL_INT32", 1),
-    "int64": ("NCCL_INT64", 1),
-    "float16": ("NCCL_FLOAT16", 1),
-    "bfloat16": ("NCCL_BFLOAT16", 1),
-    "float32": ("NCCL_FLOAT32", 1),
-    "float64": ("NCCL_FLOAT64", 1),
     "complex64": ("NCCL_FLOAT32", 2),
     "complex128": ("NCCL_FLOAT64", 2),
 }
@@ -127,22 +122,21 @@ class NcclTransport(HostTransport):
 
     def all_reduce(self, comm: MPI.Comm, array: Array, out: Array, op: str, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        operation, (kind, width) = self._operation(array, op), self._kind(array)
-        queue = partial(self.communicator.allReduce, address(array), address(out), count(array) * width, kind, operation)
-        return self._launched(queue if count(array) else None, (array, out))
+        return self._whole(self.communicator.allReduce, array, out, self._operation(array, op))
 
     def broadcast(self, comm: MPI.Comm, array: Array, root: int, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        kind, width = self._kind(array)
-        queue = partial(self.communicator.broadcast, address(array), address(array), count(array) * width, kind, root)
-        return self._launched(queue if count(array) else None, (array,))
+        return self._whole(self.communicator.broadcast, array, array, root)
 
     def reduce(self, comm: MPI.Comm, array: Array, out: Array | None, op: str, root: int, blocking: bool) -> Requests:
         """As HostTransport's, queued on this transport's stream."""
-        operation, (kind, width) = self._operation(array, op), self._kind(array)
-        target = array if out is None else out
-        queue = partial(self.communicator.reduce, address(array), address(target), count(array) * width, kind, operation, root)
-        return self._launched(queue if count(array) else None, (array, target))
+        return self._whole(self.communicator.reduce, array, array if out is None else out, self._operation(array, op), root)
+
+    def _whole(self, call: Callable[..., None], array: Array, out: Array, *rest: int) -> Requests:
+        """Queue what takes every member's whole array."""
+        kind, width = self._kind(array)
+        queue = partial(call, address(array), address(out), count(array) * width, kind, *rest)
+        return self._launched(queue if count(array) else None, (array, out))
 
     def send(self, comm: MPI.Comm, array: Array, to: int, tag: int) -> Requests:
         """Post a send; NCCL knows no tags, so `tag` has no effect."""

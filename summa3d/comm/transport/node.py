@@ -12,11 +12,11 @@ from typing import Any
 
 from ..device.arrays import Array, contiguous, copy_into, count, detached, dtype_name, empty, is_contiguous, place_of, share
 from ..health.signatures import Signed, signed
-from .call import ALL_REDUCE_LIMIT, Carried, Members, Route
+from .call import ALL_REDUCE_LIMIT, NO_SIGNATURE, Carried, Members, Route
 from .host import HostTransport
 from .node_buffer import NodeBuffer, Slot, lasting
 from .select import NodeRule, staged_dtype
-from .slot_collective import PLANS, SlotCollective, goes_in_slots
+from .slot_collective import PLANS, SlotCollective
 
 BRIEF = 1 << 16
 """Bytes in a slot up to which a call takes less time than to read the clock of this thread's processor time four times."""
@@ -29,44 +29,35 @@ class NodeTransport:
     """Collectives through the node buffer of an axis. `carry` returns None, on all members alike, for calls it leaves to MPI.
 
     Every collective of the axis, those through MPI included, is compared over the members (signatures.py).
-    Making one is collective over the members.
     """
 
-    def __init__(self, members: Members, rule: NodeRule) -> None:
-        self.members, self.rule = members, rule
-        self.buffer = self.opened()
+    def __init__(self, members: Members, rule: NodeRule, buffer: NodeBuffer) -> None:
+        self.members, self.rule, self.buffer = members, rule, buffer
         self._staged: dict[tuple[Any, Any], bool] = {}
         self._allocations: dict[tuple[Any, ...], Signed | None] = {}
 
-    def opened(self) -> NodeBuffer | None:
-        """The slots of this axis (collective); None where the node cannot offer them."""
-        return NodeBuffer.over(self.members.comm, self.members.label, self.rule.crowded, self.members.grid)
+    @classmethod
+    def over(cls, members: Members) -> NodeTransport | None:
+        """The node transport of these members (collective); None on all of them where their node has no memory for it."""
+        rule = members.node
+        if rule is None or members.size == 1:
+            return None
+        buffer = NodeBuffer.over(members.comm, members.label, rule.crowded, members.grid)
+        return None if buffer is None else cls(members, rule, buffer)
 
     def check(self) -> None:
         """Raise GridError where a member has failed in the middle of a communication."""
-        if self.buffer is not None and self.buffer.flags.broken:
-            self.buffer.refuse()
-
-    def fail(self, error: BaseException) -> None:
-        """Break the axis, for all members."""
-        if self.buffer is not None:
-            self.buffer.fail(error)
-
-    def refuse(self, text: str) -> None:
-        """Post a call that this member refuses, for the others to compare with theirs."""
-        if self.buffer is not None:
-            self.buffer.signatures.call(signed(text))
+        if self.buffer.flags.broken:
+            self._breaking(self.buffer.flags.check)  # its own flags too, so that no member waits for it
 
     def end(self) -> None:
         """Say that this member makes no more calls, and frees the axis."""
-        if self.buffer is not None and not self.buffer.flags.broken:
+        if not self.buffer.flags.broken:
             self.buffer.signatures.call(FREE)
 
     def free(self) -> None:
         """Release the node's memory (collective). AgreementError if members differ in a call that was not compared yet."""
-        buffer, self.buffer = self.buffer, None
-        if buffer is None:
-            return
+        buffer = self.buffer
         try:
             if buffer.flags.broken:
                 buffer.signatures.disputed()
@@ -82,23 +73,22 @@ class NodeTransport:
         where members differ in what they call. Any error but a ShapeError breaks the axis: the other members get one too, instead
         of waiting for this one.
         """
-        buffer = self.buffer
-        if buffer is None:
-            return None
-        collective = route.bound
-        if collective is None:
-            collective = route.bound = self._bind(buffer, route, array)
+        buffer, collective = self.buffer, route.bound
+        if route.signed is NO_SIGNATURE:
+            collective = route.bound = in_slots(route, array, self.members, self.rule)
             route.signed = signed(route.described(array))
+            if isinstance(collective, SlotCollective) and collective.in_slots and collective.nbytes <= BRIEF:
+                route.naps = buffer.flags.naps
         try:
             number = buffer.signatures.post(route.signed)
             slot = buffer.slot_of(array) if buffer.allocated is not None and route.operation == "reduce_scatter" else None
-            if slot is None and not collective.in_slots:
-                self._compare_for_mpi(buffer, route, number, blocking)
+            if slot is None and (collective is None or not collective.in_slots):
+                self._compare_for_mpi(route, number, blocking)
                 return None
             if isinstance(collective, AllReduceInParts):
-                carried = collective.begin(partial(self._begin, buffer, blocking=blocking), array, into, buffer.fail)
+                carried = collective.begin(partial(self._begin, blocking=blocking), array, into, buffer.fail)
             else:
-                carried = self._begin(buffer, collective, array, into, blocking, slot)
+                carried = self._begin(collective, array, into, blocking, slot)
             if carried is None:
                 buffer.signatures.wake()
         except BaseException as error:
@@ -107,15 +97,10 @@ class NodeTransport:
         return carried
 
     def _begin(
-        self,
-        buffer: NodeBuffer,
-        collective: SlotCollective,
-        array: Array,
-        into: Array | None,
-        blocking: bool = True,
-        allocated: Slot | None = None,
+        self, collective: SlotCollective, array: Array, into: Array | None, blocking: bool = True, allocated: Slot | None = None
     ) -> Slot | None:
         """Write this member's part into the next slot, unless it lies in the `allocated` one; None where memory is lacking."""
+        buffer = self.buffer
         slot = buffer.take(collective.nbytes) if allocated is None else allocated
         if slot is None:
             return None
@@ -123,6 +108,7 @@ class NodeTransport:
         if views is None:
             with lasting(collective.is_torch):
                 views = collective.views[slot.place] = collective.views_in(slot.part)
+            buffer.seen.add(collective)
         slot.collective, slot.views, slot.keep = collective, views, array
         slot.into = array if collective.in_place else into
         if allocated is None:
@@ -132,38 +118,37 @@ class NodeTransport:
         else:
             slot.post()
             if collective.gives_view and into is None:
-                buffer.view(slot)
+                slot.viewed, buffer.viewed = True, slot  # until the next slot is taken
         return slot
 
-    def _compare_for_mpi(self, buffer: NodeBuffer, route: Route, number: int, blocking: bool) -> None:
+    def _compare_for_mpi(self, route: Route, number: int, blocking: bool) -> None:
         """Compare a call that MPI carries, before MPI would meet two that differ: it may abort, or overwrite memory.
 
         What is begun only does not wait here: of two members that differ, the later one sees it and begins nothing; the other one
         compares before it waits (`compared`).
         """
-        buffer.signatures.wake()
+        signatures = self.buffer.signatures
+        signatures.wake()
         if blocking and not route.on_device:
-            buffer.signatures.compare(number)
+            signatures.compare(number)
         else:
-            buffer.signatures.review()
+            signatures.review()
 
-    def compared(self) -> Callable[[], None] | None:
-        """What a member does before it waits for the call that MPI has just begun for it; None without a node buffer."""
-        return None if self.buffer is None else partial(self._compare, self.buffer, self.buffer.signatures.number)
+    def compared(self) -> Callable[[], None]:
+        """What a member does before it waits for the call that MPI has just begun for it."""
+        return partial(self._breaking, self.buffer.signatures.compare, self.buffer.signatures.number)
 
-    def _compare(self, buffer: NodeBuffer, number: int) -> None:
+    def _breaking(self, step: Callable[..., object], *arguments: object) -> None:
+        """Take a step; an error in it breaks the axis, for all members."""
         try:
-            buffer.signatures.compare(number)
+            step(*arguments)
         except BaseException as error:
-            buffer.fail(error)
+            self.buffer.fail(error)
             raise
 
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """A buffer that the next reduce-scatter sums in place; None where there is none."""
-        buffer = self.buffer
-        if buffer is None:
-            return None
-        key = like.dtype, place_of(like), *shape
+        buffer, key = self.buffer, (like.dtype, place_of(like), *shape)
         if key not in self._allocations:
             text = f"allocate of {dtype_name(like)} {tuple(shape)}"
             self._allocations[key] = signed(text) if self.offers_views(like) else None
@@ -183,37 +168,11 @@ class NodeTransport:
         staged = self._staged.get(kind)
         if staged is None:
             staged = self._staged[kind] = staged_dtype(array)
-        return staged and self.buffer is not None
+        return staged
 
-    def barrier(self) -> bool:
-        """Wait, asleep, for every member; returns False if the axis has no node buffer."""
-        buffer = self.buffer
-        if buffer is None:
-            return False
-        self._compare(buffer, buffer.signatures.call(BARRIER))
-        return True
-
-    @property
-    def node_bytes(self) -> int | None:
-        """This rank's share of the slots' memory; None without a node buffer."""
-        return None if self.buffer is None else self.buffer.size_bytes
-
-    def _bind(self, buffer: NodeBuffer, route: Route, array: Array) -> SlotCollective | AllReduceInParts | Elsewhere:
-        """The collective of `route` in the slots of this axis."""
-        collective = in_slots(route, array, self.members, self.rule)
-        if collective.in_slots and isinstance(collective, SlotCollective) and collective.nbytes <= BRIEF:
-            route.naps = buffer.flags.naps
-        buffer.grown.update(collective.steps)
-        return collective
-
-
-class Elsewhere:
-    """A collective that is left to another transport."""
-
-    in_slots, steps = False, ()
-
-
-ELSEWHERE = Elsewhere()
+    def barrier(self) -> None:
+        """Wait, asleep, for every member."""
+        self._breaking(self.buffer.signatures.compare, self.buffer.signatures.call(BARRIER))
 
 
 class AllReduceInParts:
@@ -230,7 +189,6 @@ class AllReduceInParts:
         scatter, gather = (Route(name, False, 0, 0, 0, self.sizes) for name in ("reduce_scatter", "all_gather"))
         self.scatter = SlotCollective(scatter, empty((n,), like), index, size)
         self.gather = SlotCollective(gather, empty((self.sizes[index],), like), index, size)
-        self.steps = self.scatter, self.gather
 
     def begin(self, begin: Begin, array: Array, into: Array | None, fail: Callable[[BaseException], None]) -> Carried | None:
         """Begin the reduce-scatter. begin : begins a step. fail : tells the other members of an error in what completes it."""
@@ -256,8 +214,10 @@ class AllReduceInParts:
         return Carried([], finish, array)
 
 
-def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> SlotCollective | AllReduceInParts | Elsewhere:
-    """The collective of `route` in the slots of an axis, or what says that it is left to another transport.
+def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> SlotCollective | AllReduceInParts | None:
+    """The collective of `route` in the slots of an axis; None, it is left to another transport.
+
+    Whether calls go through slots is decided by the operation, and by the elements that all members write there.
 
     Raises ShapeError for a dtype or a reduction that MPI does not support either.
     """
@@ -267,8 +227,8 @@ def in_slots(route: Route, array: Array, members: Members, rule: NodeRule) -> Sl
         if "reduce" in route.operation:
             host.operation(array, route.op)
     if route.operation not in PLANS or not staged_dtype(array):
-        return ELSEWHERE
-    here = goes_in_slots(route, array, members.size, rule)
+        return None
+    elements = PLANS[route.operation](route, tuple(array.shape), members.index, members.size).elements
     if route.operation == "all_reduce" and array.itemsize * prod(array.shape) > ALL_REDUCE_LIMIT:
-        return AllReduceInParts(array, members, here)
-    return SlotCollective(route, array, members.index, members.size, here)
+        return AllReduceInParts(array, members, rule.takes(array, elements) and route.in_order and route.op == "sum")
+    return SlotCollective(route, array, members.index, members.size, route.view or rule.takes(array, elements))

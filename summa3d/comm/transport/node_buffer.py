@@ -15,15 +15,13 @@ from math import prod
 from typing import Any
 from weakref import WeakSet
 
-import numpy as np
 from mpi4py import MPI
 
-from ...errors import Summa3dError
-from ..device.arrays import Array, empty, is_torch
+from ..device.arrays import Array, empty, is_torch, library_of
 from ..health.agreement import world_ranks
 from ..health.failure import said
 from ..health.signatures import Signatures
-from .call import Carried, of_freed
+from .call import Carried, refuse_freed
 from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
 from .slot_collective import ALL, SlotCollective, Views, row_major
 
@@ -97,7 +95,7 @@ class Slot(Carried):
             result, self._result, self.keep = self._result, None, None
             return result
         if self.buffer.released:
-            raise of_freed(self.buffer.flags.label)
+            refuse_freed(self.buffer.flags.label)
         try:
             plan = collective.plan
             if plan.waits_for == ALL:
@@ -152,14 +150,14 @@ class NodeBuffer:
         self.memories: list[mmap.mmap | None] = [None] * SLOTS
         self.slots: list[Slot | None] = [None] * SLOTS
         self._flats: list[dict[Any, Array]] = [{} for _ in range(SLOTS)]
-        self.grown: WeakSet[SlotCollective] = WeakSet()
+        self.seen: WeakSet[SlotCollective] = WeakSet()
         self.viewed: Slot | None = None
         self.allocated: tuple[Slot, Array] | None = None
-        members = [member for member in range(self.size) if member != self.index]
-        self.own = [[self.flag(kind, self.index, place) for place in range(SLOTS)] for kind in range(FLAGS)]
-        self.posted = [[self.flag(POSTED, member, place) for place in range(SLOTS)] for member in range(self.size)]
+        flags, members = self.flags, [member for member in range(self.size) if member != self.index]
+        self.own = [[flags.place(kind, self.index, place) for place in range(SLOTS)] for kind in range(FLAGS)]
+        self.posted = [[flags.place(POSTED, member, place) for place in range(SLOTS)] for member in range(self.size)]
         self.others = [
-            [[self.flag(kind, member, place) for member in members[::-1]] for place in range(SLOTS)] for kind in range(FLAGS)
+            [[flags.place(kind, member, place) for member in members[::-1]] for place in range(SLOTS)] for kind in range(FLAGS)
         ]
 
     @classmethod
@@ -173,56 +171,51 @@ class NodeBuffer:
         """This rank's share of the slots: their bytes, divided by the number of members."""
         return sum(len(memory) for memory in self.memories if memory is not None) // self.size
 
-    def flag(self, kind: int, member: int, place: int) -> int:
-        """The flag of `member` of one kind for a slot."""
-        return Flags.place(kind, self.size, member, place)
-
     def take(self, nbytes: int) -> Slot | None:
         """The next slot, with `nbytes` for all members together. None on all members where the node lacks the memory.
 
         Invalidates the view of the last slot, and abandons an allocated slot that was not used. A slot that is too small grows;
-        all members wait for each other then. The caller has posted its call, which raises on a broken axis.
+        all members wait for each other then. The caller has posted its call, which raises on a broken axis; it breaks
+        the axis on an error.
         """
-        try:
-            if self.viewed is not None:
-                self.viewed.close()
-                self.viewed = None
-            if self.allocated is not None:
-                self.allocated[0].leave()
-                self.allocated = None
-            self.number = number = self.number + 1
-            place = number % SLOTS
-            before = self.slots[place]
-            if before is not None and before.collective is not None:
-                before.finish()
-            words, closed = self.flags.words, number - SLOTS
-            for flag in self.others[CLOSED][place]:
-                if not closed <= words[flag] < LEFT:
-                    self.flags.wait(flag, closed)
-            memory = self.memories[place]
-            if nbytes > (0 if memory is None else len(memory)):
-                self.signatures.wake()
-                self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
-                self.memories[place] = None
-                self._flats[place].clear()
-                for collective in self.grown:
-                    collective.forget(place)
-                memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
-            if nbytes and memory is None:
-                self.slots[place] = None
-                self.flags.set(self.own[CLOSED][place], number)
-                return None
-            slot = self.slots[place] = Slot(self, number, memory)
-            return slot
-        except BaseException as error:
-            self.fail(error)
-            raise
+        if self.viewed is not None:
+            self.viewed.close()
+            self.viewed = None
+        if self.allocated is not None:
+            self.allocated[0].leave()
+            self.allocated = None
+        self.number = number = self.number + 1
+        place = number % SLOTS
+        before = self.slots[place]
+        if before is not None and before.collective is not None:
+            before.finish()
+        words, closed = self.flags.words, number - SLOTS
+        for flag in self.others[CLOSED][place]:
+            if not closed <= words[flag] < LEFT:
+                self.flags.wait(flag, closed)
+        memory = self.memories[place]
+        if nbytes > (0 if memory is None else len(memory)):
+            self.signatures.wake()
+            self.signatures.compare(self.signatures.number)  # members that differ in their call would not all grow
+            self.memories[place] = None
+            self._flats[place].clear()
+            for collective in self.seen:
+                collective.views[place] = None
+            memory = self.memories[place] = self._larger(-(-nbytes // GRAIN) * GRAIN)
+        if nbytes and memory is None:
+            self.slots[place] = None
+            self.flags.set(self.own[CLOSED][place], number)
+            return None
+        slot = self.slots[place] = Slot(self, number, memory)
+        return slot
 
     def flat(self, place: int, memory: mmap.mmap, like: Array) -> Array:
         """All of a slot's memory as one array of `like`'s kind and dtype, made once."""
         array = self._flats[place].get(like.dtype)
         if array is None:
-            array = self._flats[place][like.dtype] = flat_array(memory, like)
+            with lasting(is_torch(like)):
+                array = library_of(like).frombuffer(memory, dtype=like.dtype, count=len(memory) // like.itemsize)
+            self._flats[place][like.dtype] = array
         return array
 
     def _larger(self, nbytes: int) -> mmap.mmap | None:
@@ -230,34 +223,26 @@ class NodeBuffer:
 
         The members agree by flags instead of MPI: a member that waits in MPI could not learn that another one has failed.
         """
-        number, place = self.number, self.number % SLOTS
-        note = self.flags.note(place)
+        number, place, flags = self.number, self.number % SLOTS, self.flags
+        note = flags.note(place)
         descriptor = -1
         try:
             if self.index == 0:
                 memory, descriptor = offered(nbytes, note)
-                self.flags.set(self.flag(OFFERED, 0, place), number)
+                flags.set(flags.place(OFFERED, 0, place), number)
             else:
-                self.flags.wait(self.flag(OFFERED, 0, place), number)
+                flags.wait(flags.place(OFFERED, 0, place), number)
                 memory = joined(nbytes, note)
-            self.flags.set(self.own[MAPPED][place], 2 * number + (memory is not None))
+            flags.set(self.own[MAPPED][place], 2 * number + (memory is not None))
             for member in range(self.size):
-                flag = self.flag(MAPPED, member, place)
-                self.flags.wait(flag, 2 * number)
-                if not self.flags.value(flag) % 2:
+                flag = flags.place(MAPPED, member, place)
+                flags.wait(flag, 2 * number)
+                if not flags.words[flag] % 2:
                     memory = None
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
         return memory
-
-    def refuse(self) -> None:
-        """Break this member's flags too, so that no member waits for it, and raise the GridError of the broken axis."""
-        try:
-            self.flags.check()
-        except Summa3dError as error:
-            self.fail(error)
-            raise
 
     def fail(self, error: BaseException) -> None:
         """Break the axis: report `error`, if it is the first, to the members that would wait for this one."""
@@ -275,22 +260,13 @@ class NodeBuffer:
         self.begin()
         self.flags.release()
 
-    def view(self, slot: Slot) -> None:
-        """The result of `slot` is a view, which stays until the next slot is taken."""
-        slot.viewed = True
-        self.viewed = slot
-
     def allocate(self, shape: Sequence[int], like: Array) -> Array | None:
         """Memory of the next slot for this member to fill, and to reduce without a copy; None where there is none."""
         shape, count = tuple(shape), prod(shape)
         slot = self.take(self.size * count * like.itemsize)
         if slot is None:
             return None
-        try:
-            array = slot.part(like, self.index * count, shape)
-        except BaseException as error:
-            self.fail(error)
-            raise
+        array = slot.part(like, self.index * count, shape)
         self.allocated = slot, array
         return array
 
@@ -300,17 +276,6 @@ class NodeBuffer:
             return None
         slot, self.allocated = self.allocated[0], None
         return slot
-
-
-def flat_array(memory: mmap.mmap, like: Array) -> Array:
-    """The memory as an array of `like`'s kind and dtype, of as many elements as it holds."""
-    count = len(memory) // like.itemsize
-    if not is_torch(like):
-        return np.frombuffer(memory, like.dtype, count)
-    import torch
-
-    with lasting(True):
-        return torch.frombuffer(memory, dtype=like.dtype, count=count)
 
 
 @contextmanager

@@ -46,10 +46,6 @@ TOKEN, NOTE = 16, 128
 """Bytes of the token that identifies offered memory, and of the note that locates it: the token, and its descriptor's path."""
 
 
-class _Time(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
 class Flags:
     """Counters in shared memory that only grow, each written by one member. `wait` sleeps until one has grown enough.
 
@@ -73,8 +69,8 @@ class Flags:
         self._call.argtypes = (ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_void_p)
         self._number = FUTEX[platform.machine()]
         # A killed member wakes no other: each sleep has a timeout, and the launcher ends the other members meanwhile.
-        self._times = {busy: _Time(int(seconds), round(seconds % 1 * 1e9)) for busy, seconds in ((False, SLEEP), (True, NAP))}
-        self._timeouts = {busy: ctypes.addressof(time) for busy, time in self._times.items()}
+        self._times = {busy: np.array([seconds, seconds % 1 * 1e9], np.int64) for busy, seconds in ((False, SLEEP), (True, NAP))}
+        self._timeouts = {busy: address(time) for busy, time in self._times.items()}  # the kernel's timespec
         self.review: Callable[[], None] = _nothing
         self.awake: Callable[[], None] = _nothing
         self.disputed: Callable[[], None] = _nothing
@@ -84,10 +80,9 @@ class Flags:
         """The shared memory that they need: a line for the whole axis, one for each flag, and the members' records and calls."""
         return _lines(members) * LINE * 8 + members * (RECORD + KEPT * TEXT) + SLOTS * NOTE
 
-    @staticmethod
-    def place(kind: int, members: int, member: int, slot: int) -> int:
-        """The flag of one kind that `member` of `members` writes for a slot."""
-        return ((kind * members + member) * SLOTS + slot + 1) * LINE
+    def place(self, kind: int, member: int, slot: int) -> int:
+        """The flag of one kind that `member` writes for a slot."""
+        return ((kind * self.members + member) * SLOTS + slot + 1) * LINE
 
     def called(self, member: int) -> int:
         """The flag that counts a member's calls. In the line behind it are the signatures of its last calls.
@@ -178,8 +173,7 @@ class Flags:
 
     def text(self, member: int, place: int) -> str:
         """What a member called, at one of its KEPT places."""
-        start = self._texts + (member * KEPT + place) * TEXT
-        return self._memory[start : start + TEXT].partition(b"\0")[0].decode(errors="ignore")
+        return bytes(self.text_of(member, place)).partition(b"\0")[0].decode(errors="ignore")
 
     def first_error(self) -> str:
         """The error of the first member that failed; empty if none has."""
@@ -189,10 +183,6 @@ class Flags:
             return ""
         place = min(written)[1]
         return self._memory[place + 8 : place + RECORD].rstrip(b"\0").decode(errors="ignore")
-
-    def value(self, flag: int) -> int:
-        """What `flag` is now."""
-        return self.words[flag]
 
     def note(self, slot: int) -> memoryview:
         """The note in which the member that offers larger memory for a slot says where to find it."""

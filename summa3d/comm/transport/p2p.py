@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from mpi4py import MPI
@@ -44,6 +45,7 @@ def exchange(
     return requests
 
 
+@dataclass(eq=False)
 class Arriving:
     """A receive that has been posted, of an array in pieces. `wait` raises AgreementError for another message than it awaits.
 
@@ -53,19 +55,14 @@ class Arriving:
     kinds : name → datatype of all that can be sent, in the order of their codes. dtype : the name of the awaited one.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Comm,
-        requests: Sequence[MPI.Request],
-        sizes: Sequence[int],
-        source: int,
-        tag: int,
-        kinds: dict[str, MPI.Datatype],
-        dtype: str,
-    ) -> None:
-        self.comm, self.requests, self.sizes, self.source, self.tag = comm, list(requests), sizes, source, tag
-        self.kinds, self.dtype = kinds, dtype
-        self._refused_at = math.inf
+    comm: MPI.Comm
+    requests: list[MPI.Request]
+    sizes: Sequence[int]
+    source: int
+    tag: int
+    kinds: dict[str, MPI.Datatype]
+    dtype: str
+    _refused_at: float = math.inf
 
     @property
     def done(self) -> bool:

@@ -32,9 +32,6 @@ class RequestsInFlight:
         self._left: list[Left] = []
         self._crowd = CROWD
 
-    def __len__(self) -> int:
-        return len(self._requests)
-
     def add(self, requests: Sequence[MPI.Request]) -> None:
         """Remember what has been begun."""
         self._requests += requests

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -67,11 +68,10 @@ def choose(facts: Facts, wanted: str = "auto") -> TransportChoice:
 
 def _obstacles(facts: Facts) -> dict[str, str | None]:
     """Transport → why it cannot be used; None where it can."""
-    counts = {device: list(facts.devices).count(device) for device in facts.devices}
-    crowded = max(counts, key=lambda device: counts[device])
+    ((crowded, sharers),) = Counter(facts.devices).most_common(1)
     nccl = None if facts.nccl else "CuPy's NCCL bindings are not there"
-    if nccl is None and counts[crowded] > 1:
-        nccl = f"{counts[crowded]} ranks share device {crowded}, and NCCL wants one each"
+    if nccl is None and sharers > 1:
+        nccl = f"{sharers} ranks share device {crowded}, and NCCL wants one each"
     return {
         "mpi": "host MPI does not read device memory",
         "cuda-aware": None if facts.cuda_aware else "this MPI does not read device pointers",

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..device.arrays import Array, copy_into, detached, empty, is_half, is_torch, overlap, quiet, sum_wide
-from .call import ALL_REDUCE_LIMIT, Route
+from ..device.arrays import Array, copy_into, detached, empty, is_half, is_torch, library_of, overlap, quiet, sum_wide
+from .call import Route
 from .node_memory import SLOTS
-from .select import NodeRule, staged_dtype
 
 IN_ONE_COPY = 1 << 16
 """Bytes in a slot below which one copy of a whole array costs less than to find the parts that others read."""
@@ -135,15 +134,6 @@ class SlotCollective:
         self.whole = () if plan.whole is None else plan.whole.shape
         self.gives_view, self.strides = route.view and plan.whole is not None, row_major(self.whole)
 
-    @property
-    def steps(self) -> tuple[SlotCollective, ...]:
-        """The collectives in slots that it consists of: itself."""
-        return (self,)
-
-    def forget(self, place: int) -> None:
-        """Forget the views of a slot whose memory is replaced."""
-        self.views[place] = None
-
     def views_in(self, part: Callable[[Array, int, tuple[int, ...]], Array]) -> Views:
         """Return the plan's arrays. part : makes an array like another one at an offset of the slot, of a shape."""
         plan = self.plan
@@ -200,21 +190,6 @@ class SlotCollective:
         return out
 
 
-def goes_in_slots(route: Route, array: Array, size: int, rule: NodeRule) -> bool:
-    """Whether calls go through slots: decided by the operation, and the bytes that all members write there."""
-    operation, elements = route.operation, prod(array.shape)
-    if operation == "all_gather":
-        if route.view and staged_dtype(array):
-            return True
-        return rule.takes(array, sum(route.sizes) * prod(array.shape[: route.dim]) * prod(array.shape[route.dim + 1 :]))
-    if operation == "all_reduce":
-        large = array.itemsize * elements > ALL_REDUCE_LIMIT
-        return rule.takes(array, size * elements) and (not large or (route.in_order and route.op == "sum"))
-    if operation in ("reduce_scatter", "reduce"):
-        return rule.takes(array, size * elements)
-    return operation == "broadcast" and rule.takes(array, elements)
-
-
 def row_major(shape: Sequence[int]) -> list[int]:
     """The strides of a C-ordered array, in elements.
 
@@ -229,8 +204,6 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 def _functions(array: Array, op: str) -> tuple[Any, Any]:
     """What copies one array into another, and what reduces two of them by `op`."""
-    if is_torch(array):
-        import torch
-
-        return torch.Tensor.copy_, getattr(torch, OPERATIONS[op])
-    return np.copyto, quiet(getattr(np, OPERATIONS[op]))
+    library = library_of(array)
+    reduce = getattr(library, OPERATIONS[op])
+    return (library.Tensor.copy_, reduce) if is_torch(array) else (library.copyto, quiet(reduce))

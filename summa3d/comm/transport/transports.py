@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
-
-from mpi4py import MPI
+from functools import partial
+from typing import Any
 
 from ...errors import GridError
 from ..device.arrays import Array, is_on_device
+from ..health.signatures import signed
 from . import probe
-from .call import MESSAGES, Carried, Members, Route, of_freed
+from .call import MESSAGES, Carried, Members, Route, refuse_freed
 from .cuda_aware import CudaAwareTransport
 from .flat import FlatTransport
 from .host import HostTransport
@@ -28,7 +28,7 @@ class Transports:
 
     def __init__(self, members: Members) -> None:
         self.members = members
-        self.node = None if members.node is None or members.size == 1 else NodeTransport(members, members.node)
+        self.node = NodeTransport.over(members)
         self.host: FlatTransport = HostTransport()
         self.choice: TransportChoice | None = None
         self._device: Any = None
@@ -41,7 +41,7 @@ class Transports:
     def fail(self, error: BaseException) -> None:
         """Have the other members raise this error, too, where they share a node's memory; through MPI they cannot learn it."""
         if self.node is not None:
-            self.node.fail(error)
+            self.node.buffer.fail(error)
 
     def carry(
         self, route: Route, array: Array, into: Array | None = None, blocking: bool = True, parts: Array | None = None
@@ -76,17 +76,19 @@ class Transports:
     @property
     def node_bytes(self) -> int | None:
         """This rank's share of the memory that the members share in their node; None where they share none."""
-        return None if self.node is None else self.node.node_bytes
+        return None if self.node is None else self.node.buffer.size_bytes
 
     def refuse(self, text: str) -> None:
         """Let members that share a node's memory compare a call that this one refuses: those that make another one raise, too."""
         if self.node is not None:
-            self.node.refuse(text)
+            self.node.buffer.signatures.call(signed(text))
 
     def barrier(self) -> None:
         """Return once every member has called; members that share a node wait asleep."""
-        if self.node is None or not self.node.barrier():
+        if self.node is None:
             self.members.comm.Barrier()
+        else:
+            self.node.barrier()
 
     def of(self, array: Array) -> Any:
         """The transport for collectives on `array`; the first one on a device is collective.
@@ -124,7 +126,7 @@ class Transports:
         """Whether MPI reads device pointers, as rank 0 finds out, where it matters."""
         if self.members.wanted in ("pinned", "nccl", "mpi"):
             return False
-        comm: MPI.Intracomm = self.members.comm
+        comm = self.members.comm
         return bool(comm.bcast(probe.cuda_aware().works if comm.rank == 0 else None))
 
     def end(self) -> None:
@@ -133,31 +135,17 @@ class Transports:
             self.node.end()
 
     def free(self) -> None:
-        """Release the node's memory and what the device transport holds (collective, after `end` of all axes of the grid)."""
-        if self._device is not None:
-            self._device.close()
-            self._device = None
-        if self.node is not None:
-            self.node.free()
+        """Release the node's memory and what the device transport holds (collective, after `end` of all axes of the grid).
 
-
-class Freed(Transports):
-    """What stands for the transports of an axis that has been freed: whatever it is asked for raises GridError."""
-
-    def __init__(self, members: Members) -> None:
-        self.members, self.node = members, None
-
-    def check(self, *asked: Any, **named: Any) -> NoReturn:
-        """Raise GridError."""
-        raise of_freed(self.members.label)
-
-    carry = allocate = barrier = of = between_two = check
-
-    def fail(self, error: BaseException) -> None:
-        """Do nothing: no member communicates over it any more."""
-
-    def free(self) -> None:
-        """Do nothing: it is freed."""
+        Whatever the axis is asked for afterwards raises GridError; who holds these transports need not be told.
+        """
+        node, device, self.node, self._device = self.node, self._device, None, None
+        asked = ("carry", "check", "allocate", "barrier", "of", "between_two")
+        vars(self).update(dict.fromkeys(asked, partial(refuse_freed, self.members.label)))
+        if device is not None:
+            device.close()
+        if node is not None:
+            node.free()
 
 
 TransportFactory = Callable[[Members], Transports]

@@ -81,8 +81,8 @@ class Moves(NamedTuple):
     def of(cls, axis: Axis, whole: tuple[int, int], dim: int) -> Moves:
         """The collectives over an axis; parts are those of a balanced split."""
         sizes = tuple(split_sizes(whole[dim], axis.size))
-        gather, gather_view = (Prepared(axis, "all_gather", dim, sizes, view=view) for view in (False, True))
-        return cls(axis, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim, sizes))
+        gather, gather_view = (Prepared(axis, "all_gather", dim=dim, sizes=sizes, view=view) for view in (False, True))
+        return cls(axis, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim=dim, sizes=sizes))
 
 
 class Cuboid(Executor):
