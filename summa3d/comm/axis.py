@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from inspect import signature
-from typing import Any
 
 from mpi4py import MPI
 
@@ -150,7 +149,19 @@ class Axis(OfThisProcess):
 
     # -- prepared ---------------------------------------------------------------------------------------------------------
 
-    def prepare(self, kind: str, like: Array, **options: Any) -> Collective:
+    def prepare(
+        self,
+        kind: str,
+        like: Array,
+        *,
+        dim: int | None = None,
+        sizes: Sizes = None,
+        op: str | None = None,
+        root: int | None = None,
+        view: bool | None = None,
+        in_order: bool | None = None,
+        receive_sizes: Sizes = None,
+    ) -> Collective:
         """Check a collective once, for arrays like one, and return what starts it.
 
         ``axis.prepare("all_gather", like=x).start(x).wait()`` is ``axis.all_gather(x)``, and cheaper when it is started again.
@@ -159,8 +170,8 @@ class Axis(OfThisProcess):
         ----------
         kind : all_gather, reduce_scatter, all_reduce, reduce, broadcast or all_to_all
         like : an array of the shape, dtype, library and memory of those that will be started
-        options : dim, sizes, op, root, view, in_order, receive_sizes, as of the method of that name, and of `start_` with it; an
-            option that is None is left to its default
+        dim, sizes, op, root, view, in_order, receive_sizes : as of the method of that name, and of `start_` with it; one that is
+            None is left to its default
 
         Moves nothing, but for the agreement of an axis with check=True. All members prepare alike.
         Raises ShapeError for a kind that there is not, an option that the kind does not take, and what the method refuses.
@@ -168,6 +179,8 @@ class Axis(OfThisProcess):
         if kind not in COLLECTIVES:
             raise ShapeError(f"There is no collective {kind!r} to prepare. Those that there are: {', '.join(COLLECTIVES)}.")
         settle = getattr(self.routes, kind)
+        options = {"dim": dim, "sizes": sizes, "op": op, "root": root, "view": view}
+        options |= {"in_order": in_order, "receive_sizes": receive_sizes}
         given = {name: value for name, value in options.items() if value is not None}
         taken = list(signature(settle).parameters)[3:]  # behind the arrays
         for name in given:
