@@ -17,8 +17,8 @@ def test_the_readme_is_short() -> None:
 
 def test_the_product_of_the_readme_is_right_and_counts_its_words() -> None:
     """The output that the README shows, which `test_pages.py` compares with the program's, against plain numpy."""
-    [shown] = [after for block, after in pages.with_outputs() if block.page == "README.md" and block.language == "python"]
-    assert shown is not None
+    shown, forecast = [after for block, after in pages.with_outputs() if block.page == "README.md" and block.language == "python"]
+    assert shown is not None and forecast is not None
     shape, layout, words, norm = re.fullmatch(r"(\(.*\)) (\S+ \S+) (\d+) (\S+)\n", shown.body).groups()
     assert (shape, layout) == ("(67, 41)", "m:(x,z) n:y")
     assert int(words) == 67 * 101 + 101 * 41 + 67 * 41

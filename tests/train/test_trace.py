@@ -129,7 +129,7 @@ def test_a_communication_that_nobody_completed_has_no_wait(tmp_path):
     from mpi4py import MPI
 
     kept = trace.Trace()
-    kept.begin(trace.Communication("all_gather", "x", "other", "float64", 7, 1, 56, 2.0, 0.5))
+    kept.communications.append(trace.Communication("all_gather", "x", "other", "float64", 7, 1, 56, 2.0, 0.5))
     trace.write(tmp_path / "trace.json", kept, MPI.COMM_SELF)
     events = [event for event in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if event["ph"] != "M"]
     assert [(event["ph"], event["name"], event["ts"]) for event in events] == [
