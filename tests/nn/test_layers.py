@@ -156,3 +156,13 @@ def test_sizes_rows_and_masks_that_cannot_be_are_refused(make_grid):
     model, tokens = GPT(ModelConfig(layers=1, hidden=8, heads=2, sequence=4, vocabulary=5), cuboid), torch.ones(2, 4).long()
     with pytest.raises(ShapeError, match="tokens are on device cpu, attention_mask on meta"):
         model(tokens, tokens, attention_mask=tokens.to("meta"))
+
+
+@pytest.mark.mpi(sizes=(1, 2))
+def test_a_sparse_input_that_is_not_communicated_is_multiplied_as_a_dense_one(make_grid, world_size):
+    grid = make_grid(y=world_size)
+    context = scheme("oned", grid)
+    layer = Linear(16, 24, context)
+    initialise(layer, context, 1)
+    x = torch.randn(6, 16, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(layer(x.to_sparse()), layer(x))

@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 
 from ...blas_library import BlasRule, gemm, library
-from ...comm.device.arrays import Array, dtype_name, is_half, is_torch, library_of, quiet
+from ...comm.device.arrays import Array, dtype_name, empty, is_half, is_torch, library_of, quiet
 from ...dtypes import HALVES, LETTERS
 from .cublas import multiply_halves
 from .strides import by_rows, row_step
@@ -136,7 +136,7 @@ def _op(array: Array, letter: str) -> Array:
 
 def accumulation_like(array: Array) -> Array:
     """An empty array of the kind of `array` in the dtype its products are summed in: float32 for the 16-bit floats."""
-    sample = array[:0]
+    sample = empty((0,), array)  # sparse tensors, which are refused elsewhere, have no slices
     if not is_half(array):
         return sample
     return sample.float() if is_torch(array) else sample.astype(np.float32)
