@@ -36,7 +36,7 @@ def __getattr__(name: str) -> object:
     if name in HOME:
         return getattr(importlib.import_module(f".{HOME[name]}", __name__), name)
     if name in WITHOUT_MPI:
-        from .interpreter import mpi_not_started
+        from .comm.health.processes import mpi_not_started
 
         with mpi_not_started():
             return getattr(importlib.import_module(f".{WITHOUT_MPI[name]}", __name__), name)

@@ -1,4 +1,4 @@
-"""This Python and those that it starts: what they import from the current folder, where anybody may put a json.py, and MPI."""
+"""Arguments of Pythons that import nothing from the current folder, in which anybody may have put a json.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ VARIABLE = "PYTHONSAFEPATH"
 """What lets a Python and all that it starts leave the current folder out, from Python 3.11 on."""
 WITHOUT_FOLDER = "import sys; sys.path[:] = [place for place in sys.path if place]\n"
 """`python -P` for Python 3.10."""
-RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
-"""Variables of launchers' processes."""
 RUN_MODULE = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 
 
@@ -47,23 +45,3 @@ def safe_spawning() -> Iterator[None]:
             del os.environ[VARIABLE]
         else:
             os.environ[VARIABLE] = before
-
-
-@contextmanager
-def mpi_not_started() -> Iterator[None]:
-    """A context in which importing mpi4py.MPI gives its names and starts nothing; a grid that is made later starts MPI.
-
-    Where MPI is there already, or a launcher has started this process, everything stays as it is.
-    """
-    import mpi4py
-
-    ranks = any(name in os.environ for name in RANKS)
-    if "mpi4py.MPI" in sys.modules or ranks:
-        yield
-        return
-    before = mpi4py.rc.initialize, mpi4py.rc.finalize
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # whoever starts MPI later does not end it himself
-    try:
-        yield
-    finally:
-        mpi4py.rc.initialize, mpi4py.rc.finalize = before

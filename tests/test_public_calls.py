@@ -123,6 +123,6 @@ print(MPI.Is_initialized(), grid.size)
 
 def test_neither_starts_mpi_and_a_grid_that_is_made_later_does(tmp_path: Path) -> None:
     alone = {name: value for name, value in jobs.environment().items() if not name.startswith("PMI")}
-    alone["SUMMA3D_CACHE"] = str(tmp_path)
+    alone |= {"SUMMA3D_CACHE": str(tmp_path), "SLURM_JOB_ID": "1", "SLURM_PROCID": "0"}  # as in a batch script, which is no rank
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=alone, capture_output=True, text=True, timeout=120)
     assert (done.stdout.split(), done.stderr) == (["False", "2", "True", "True", "1"], "")

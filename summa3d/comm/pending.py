@@ -91,7 +91,7 @@ class Completed(Pending):
 
 
 class Reported(Pending):
-    """A communication that `carry` begins, and whose start and end a ledger is told of: on a device, or in a trace, or a message.
+    """A communication whose start and completion the ledger records one by one: on a device, under a trace, or of a channel.
 
     On a device, `device_of` gives the transport that knows what of the host's seconds is communication; the device's own are
     those of its events.

@@ -6,9 +6,10 @@ Linux alone tells; elsewhere nothing is known of any process.
 from __future__ import annotations
 
 import os
+import sys
 import zlib
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,3 +127,22 @@ def launched_as(environ: Mapping[str, str] = os.environ) -> tuple[int, int, str]
         if ranks is not None and place is not None:
             return ranks, place, launcher
     return None
+
+
+@contextmanager
+def mpi_not_started() -> Iterator[None]:
+    """A context in which importing mpi4py.MPI does not call MPI_Init; a grid that is made later does.
+
+    Where MPI is imported already, or a launcher has started this process, everything stays as it is.
+    """
+    import mpi4py
+
+    if "mpi4py.MPI" in sys.modules or launched_as() is not None:
+        yield
+        return
+    before = mpi4py.rc.initialize, mpi4py.rc.finalize
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # mpi4py calls MPI_Finalize at exit, whoever calls MPI_Init
+    try:
+        yield
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = before
