@@ -71,9 +71,9 @@ def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: P
         elif ended < 0:
             who = f"the launcher (process {child.process.pid})"
             yield f"summa3d launch: {signal.Signals(-ended).name} ended {who}, and so the job"
-        elif first.ranks:
+        elif ranks := first.ranks():
             how = "interrupted" if interrupted else "without a report"
-            yield f"summa3d launch: {', '.join(first.ranks)} ended first, {how}"
+            yield f"summa3d launch: {', '.join(ranks)} ended first, {how}"
     yield from told(folder, time.time(), LONG if interrupted else 0.0)
 
 

@@ -23,6 +23,7 @@ import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
 from summa3d.comm.health.processes import children, descendants, environment_of, launched_as, state_of
+from summa3d.launch import follow
 from summa3d.launch.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
@@ -212,6 +213,35 @@ def test_a_launcher_that_is_stopped_is_noticed() -> None:
     ended = jobs.run_serial(["-c", STOPS], {"SUMMA3D_WATCHDOG": "0.5"}, fresh=True, timeout=50)
     assert ended.stdout.strip() == "137", ended.stderr
     assert re.fullmatch(r"summa3d launch: the launcher \(process \d+\) has been stopped for 0.5 s; the job ends\n", ended.stderr)
+
+
+DIES = """
+import os, signal, subprocess, sys, time
+ranks = [
+    subprocess.Popen(["sleep", "60"], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": str(rank)}) for rank in range(2)
+]
+time.sleep(1)
+for rank in map(int, sys.argv[2:]):
+    ranks[rank].send_signal(int(sys.argv[1]) if rank == 0 else signal.SIGKILL)
+    ranks[rank].wait()
+    time.sleep(0.3)
+sys.exit(9)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "order", "first"), [(signal.SIGQUIT, "10", 0), (signal.SIGSEGV, "01", 0), (signal.SIGTERM, "10", 1)]
+)
+def test_a_rank_that_a_launcher_killed_is_not_named_for_one_that_ended_of_itself(
+    capfd: pytest.CaptureFixture[str], number: int, order: str, first: int
+) -> None:
+    """A launcher sees the connections of a rank close before that rank has ended, and the others may be quicker to end."""
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15) and order == "10":
+        pytest.skip("how another's child ended is told since Linux 6.15")
+    assert follow.follow([sys.executable, "-c", DIES, str(int(number)), *order], dict(os.environ)) == 9
+    assert re.fullmatch(
+        rf"summa3d launch: rank {first} of 2 \(process \d+\) ended first, without a report\n", capfd.readouterr().err
+    )
 
 
 def test_an_interrupt_before_the_launcher_starts_is_one_line(tmp_path: Path) -> None:
