@@ -24,8 +24,8 @@ from .main import COMMANDS, parser_of, unknown_command
 SCRIPT = "summa3d.launch.script"
 SAVES = "train"
 """The command that saves when it is asked to end."""
-HOLD = ("env", "--block-signal=TERM")
-"""Starts a program with SIGTERM blocked: what comes before Python can block it itself waits until the run hears it."""
+HOLD = ("env", "--block-signal=TERM,INT")
+"""Starts a program with requests blocked: what comes before Python can block it itself waits until the run hears it."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,7 +96,7 @@ def program(args: argparse.Namespace) -> list[str]:
 
 
 def holding(command: list[str]) -> list[str]:
-    """Return a launcher's command whose ranks hold SIGTERM back from their start on, where this system's env can block it."""
+    """Return a launcher's command whose ranks hold requests to end back from their start on, where this system's env can."""
     try:
         blocks = subprocess.run([*HOLD, "true"], capture_output=True).returncode == 0
     except OSError:

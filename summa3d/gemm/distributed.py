@@ -59,6 +59,8 @@ class Distributed:
 
 def check_kind(a: Distributed, b: Distributed, what: str) -> None:
     """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library."""
+    for matrix in (a, b):  # a program may have replaced the block, by one that numpy would broadcast
+        matrix.check_block()
     if a.grid is not b.grid:
         raise LayoutError(f"{what}: A lives on {a.grid} and B on another grid, {b.grid}. Both must live on one grid.")
     if a.block.dtype != b.block.dtype:

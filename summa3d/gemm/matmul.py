@@ -83,7 +83,7 @@ def _kept(a: Any, b: Any, form: str, algorithm: str | None, options: dict[str, A
     kept: dict[Any, Binding] | None = a.grid.job.kept[a.grid].get(Binding)
     try:
         return None if kept is None else kept.get(_key(a, b, form, algorithm, options))
-    except TypeError:
+    except (AttributeError, TypeError):  # a block that is none, or an option without a hash
         return None
 
 

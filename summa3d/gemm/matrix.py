@@ -156,7 +156,11 @@ class DistMatrix(Distributed):
         if not isinstance(factor, Number):
             return NotImplemented
         self.check_block()
-        scaled = self.block * self._factor(factor)
+        factor = self._factor(factor)
+        try:
+            scaled = self.block * factor
+        except TypeError as error:
+            raise ShapeError(f"A factor is one of numbers; the block's dtype is {self.block.dtype}.") from error
         block = cast(scaled, self.block) if is_half(self.block) else scaled  # ml_dtypes' grow to float32
         return self._with(block, self.is_transposed)
 
@@ -185,8 +189,6 @@ class DistMatrix(Distributed):
 
     def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
         """`other`, if its elements lie where this matrix has its own."""
-        for matrix in (self, other):  # a program may have replaced the block by one that numpy would broadcast
-            matrix.check_block()
         check_kind(self, other, f"Cannot {verb}")
         if self.shape != other.shape:
             raise ShapeError(f"Cannot {verb} matrices of shapes {self.shape} and {other.shape}.")

@@ -23,6 +23,7 @@ def norm(matrix: Distributed, order: str | float = "fro") -> float:
     """
     if order not in NORMS:
         raise ShapeError(f"norm {order!r} is not one of {', '.join(map(repr, NORMS))}.")
+    matrix.check_block()
     if order == inf:
         return norm(matrix.T, 1)
     values = magnitudes(matrix.block)

@@ -74,6 +74,8 @@ def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: P
         elif ranks := first.ranks():
             how = "interrupted" if interrupted else "without a report"
             yield f"summa3d launch: {', '.join(ranks)} ended first, {how}"
+        elif sys.platform == "linux":
+            yield f"summa3d launch: the launcher ended with status {ended} before a rank was seen"
     yield from told(folder, time.time(), LONG if interrupted else 0.0)
 
 

@@ -91,11 +91,14 @@ def test_comparing_is_counted_as_control_and_in_no_line(comm):
 @pytest.mark.parametrize(
     "block", [np.zeros(()), np.zeros((1, 3)), np.zeros((3, 7)), [[0.0]], None], ids=lambda block: str(np.shape(block))
 )
-def test_sums_and_multiples_refuse_a_block_that_was_replaced_by_one_of_another_shape(comm, block):
+def test_a_block_that_was_replaced_by_no_block_of_this_matrix_is_refused(comm, block):
     """Numpy would broadcast the first two, to a matrix of another matrix's numbers."""
     with Grid(comm, {"x": 2}) as grid:
         a, b = (DistMatrix.from_global(np.ones((6, 3)), grid, "m:x k") for _ in range(2))
         a.block = block
-        for call in (lambda: a + b, lambda: b - a, lambda: 2 * a):
+        for call in (lambda: a + b, lambda: b - a, lambda: 2 * a, lambda: a.norm("max"), lambda: a @ b.T):
             with pytest.raises(ShapeError, match=r"gives blocks \(3, 3\) here|is no array"):
                 call()
+        a.block = np.full((3, 3), b"ab")
+        with pytest.raises(ShapeError, match=r"A factor is one of numbers; the block's dtype is \|S2"):
+            2 * a

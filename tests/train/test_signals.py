@@ -244,6 +244,11 @@ def test_a_rank_that_a_launcher_killed_is_not_named_for_one_that_ended_of_itself
     )
 
 
+def test_a_launcher_that_ends_before_it_has_started_a_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert follow.follow(["sh", "-c", "exit 3"], dict(os.environ)) == 3
+    assert capfd.readouterr().err == "summa3d launch: the launcher ended with status 3 before a rank was seen\n"
+
+
 def test_an_interrupt_before_the_launcher_starts_is_one_line(tmp_path: Path) -> None:
     """While it is looked for: the one that the user has named is asked for its version."""
     asked = tmp_path / "mpiexec"
