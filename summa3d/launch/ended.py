@@ -14,9 +14,9 @@ import time
 
 from ..comm.health.processes import descendants, described, environment_of, launched_as, state_of
 
-LOOK_EVERY = 100
-"""Milliseconds between two looks for ranks that have started, until all have been seen."""
-LOOKS = 600
+LOOK_EVERY, AT_FIRST = 100, 10
+"""Milliseconds between two looks for ranks that have started, until all have been seen; and between the first FIRST looks."""
+FIRST, LOOKS = 200, 800
 """Looks after which no further rank is expected: the others are on other nodes."""
 SENT = (0, signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """What a launcher sends to the other ranks when one has ended, and 0 for none."""
@@ -57,7 +57,7 @@ class FirstEnded:
                     poll.register(descriptor, select.POLLIN)
                     known[descriptor] = launched[1], described(process)
                     total = launched[0]
-            self._ranks = [known[descriptor][1] for descriptor, _ in poll.poll(LOOK_EVERY)]
+            self._ranks = [known[descriptor][1] for descriptor, _ in poll.poll(AT_FIRST if looks < FIRST else LOOK_EVERY)]
         while state_of(launcher) is not None:
             time.sleep(LOOK_EVERY / 1000)
         self._ranks = [who for descriptor, (_, who) in known.items() if ended_by(descriptor) not in SENT] or self._ranks
