@@ -44,6 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="Show a paper's tables beside predictions; or claims, or choices. A wrong name lists all.",
     )
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="Price measured steps of any program from a JSON file: errors, band, null model.",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
     _add_search(
@@ -135,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
         return draw_schedule(args)
     if args.plan == "formulas":
         return show_formulas(args)
+    if args.rows is not None:
+        return show_rows(args)
     search = [f"--{name}" for name in SEARCH if getattr(args, name) not in (None, [])]
     if args.paper is not None and search:
         raise ConfigError(f"--paper prints a paper's own rows; {', '.join(search)} is of a search.")
@@ -159,6 +167,21 @@ def show_plans(args: argparse.Namespace) -> int:
     from ..plan.search.command import run as run_search
 
     return run_search(args)
+
+
+def show_rows(args: argparse.Namespace) -> int:
+    """Print measured rows beside what is predicted of them; returns the exit status. Raises ConfigError for a file's faults."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    from ..plan.programs import judge, rows, text
+
+    result = judge.judged(rows.read(args.rows))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(text.as_text(result)))
+    return 0
 
 
 def show_formulas(args: argparse.Namespace) -> int:
