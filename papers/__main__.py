@@ -13,7 +13,7 @@ mpi4py.rc.initialize = False  # dry runs need the names of MPI alone
 
 from summa3d.plan.programs.judge import FILE  # noqa: E402
 from summa3d.plan.programs.programs import PROGRAMS  # noqa: E402
-from summa3d.plan.programs.rows import Row, read  # noqa: E402
+from summa3d.plan.programs.rows import MeasuredStep, read  # noqa: E402
 from summa3d.plan.programs.step import step  # noqa: E402
 
 ROWS = Path(__file__).parent / "rows"
@@ -47,12 +47,12 @@ def main() -> None:
     print(text, end="")
 
 
-def rows_of(name: str) -> list[Row]:
+def rows_of(name: str) -> list[MeasuredStep]:
     """The rows of a file of papers/rows."""
     return read(ROWS / f"{name}.json")
 
 
-def as_toml(nemo: Sequence[Row], mosaicml: Sequence[Row], published: Sequence[Row]) -> Iterator[str]:
+def as_toml(nemo: Sequence[MeasuredStep], mosaicml: Sequence[MeasuredStep], published: Sequence[MeasuredStep]) -> Iterator[str]:
     """The lines of the bands: pooled over machines that were left out, and of each program on a device with rows enough."""
     left_out: dict[tuple[str, str], list[float]] = {}
     for row in (*nemo, *mosaicml, *(row for row in published if not row.source.startswith(NOT_LEFT_OUT))):
@@ -70,7 +70,7 @@ def as_toml(nemo: Sequence[Row], mosaicml: Sequence[Row], published: Sequence[Ro
             yield from (f'"{device}" = {half_width(errors)}  # {len(errors)} rows' for device, errors in enough.items())
 
 
-def off(row: Row, left_out: bool = False) -> float:
+def off(row: MeasuredStep, left_out: bool = False) -> float:
     """How far the measured seconds lie from the predicted ones, as a part of these.
 
     left_out : with the numbers from before the rows of its machine were seen

@@ -30,7 +30,7 @@ ROW: dict[str, Any] = {
 }
 
 
-def read(folder: Path, *changes: Mapping[str, Any]) -> list[rows.Row]:
+def read(folder: Path, *changes: Mapping[str, Any]) -> list[rows.MeasuredStep]:
     file = folder / "rows.json"
     file.write_text(json.dumps({"rows": [{**ROW, **one} for one in changes]}))
     return rows.read(file)
@@ -210,6 +210,48 @@ def test_megatrons_rows_of_2021_are_near() -> None:
     found = [row for row in rows.read(PUBLISHED / "published.json") if row.source.startswith("ptdp:")]
     errors = [abs(step(row.given).seconds(row.cluster) / row.seconds - 1) for row in found]
     assert len(errors) == 16 and median(errors) <= 0.04 and max(errors) <= 0.1
+
+
+def planned(*words: str) -> dict[str, Any]:
+    ended = subprocess.run([jobs.python(), "-m", "summa3d", "plan", "--json", *words], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    result: dict[str, Any] = json.loads(ended.stdout)
+    return result
+
+
+def test_a_program_is_planned_by_the_step_that_its_rows_are_priced_by(tmp_path: Path) -> None:
+    sizes = [f"{key}={value}" for key, value in MODEL.items()] + ["sequence=2048"]
+    fixed = [word for text in ("tp=2", "pp=2", "chunks=2", "b=2", "recompute=none") for word in ("--fix", text)]
+    where = ["--program", "NeMo", "--cluster", "dgx-h100", "--ranks", "16", "--batch", "64"]
+    (plan,) = planned("--model", *sizes, *where, *fixed)["plans"]
+    assert plan["seconds"] == pytest.approx(seconds(tmp_path, gpu=None, cluster="dgx-h100"), rel=1e-12)
+    everything = planned("--model", *sizes, *where, "--top", "1000")
+    assert everything["plans"][0]["seconds"] <= plan["seconds"] and len(everything["plans"]) == everything["fits"]
+    assert everything["program"] == "megatron-core" and [one["seconds"] for one in everything["plans"]] == sorted(
+        one["seconds"] for one in everything["plans"]
+    )
+    for one in everything["plans"]:
+        grid = one["grid"]
+        assert grid["tp"] * grid["pp"] * grid["cp"] * grid["shards"] * grid["dp"] == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--program", "nope"], "unknown program 'nope'"),
+        (["--program", "nemo", "--fix", "tq=8"], "the nearest key is t"),
+        (["--program", "nemo", "--fix", "tp=0"], "a whole number of at least 1"),
+        (["--program", "nemo", "--fix", "recompute=some"], "takes none, selective, full"),
+        (["--program", "nemo", "--explain", "1"], "without --explain"),
+        (["--program", "nemo", "--memory", "1GiB"], "none fits 1.0 GiB"),
+        (["--program", "nemo", "--fix", "pp=5"], "no sizes divide evenly"),
+    ],
+)
+def test_what_a_program_cannot_plan_is_one_line(words: list[str], said: str) -> None:
+    model = ["--model", *(f"{key}={value}" for key, value in MODEL.items()), "sequence=2048"]
+    command = [jobs.python(), "-m", "summa3d", "plan", *model, "--cluster", "dgx-h100", "--ranks", "16", "--batch", "64", *words]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert ended.returncode == 1 and said in ended.stderr.splitlines()[-1], ended.stderr
 
 
 @pytest.mark.wide

@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import Summa3dError
 from ...files import read_toml
 from .memory import bytes_of
-from .rows import Row
+from .rows import MeasuredStep
 from .step import step
 
 FILE = Path(__file__).with_name("bands.toml")
@@ -35,7 +35,7 @@ def band_of(program: str, device: str) -> tuple[float, bool]:
     return (float(own[device]), True) if device in own else (float(bands()["pooled"]), False)
 
 
-def judged(rows: Sequence[Row]) -> dict[str, Any]:
+def judged(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
     """What `summa3d plan --rows FILE --json` prints: each row, and for all and for each device a summary."""
     every = [_line(row) for row in rows]
     refused = [line for line in every if "refused" in line]
@@ -56,7 +56,7 @@ def judged(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _line(row: Row) -> dict[str, Any]:
+def _line(row: MeasuredStep) -> dict[str, Any]:
     """A row with what is predicted of it."""
     try:
         predicted, memory = step(row.given).seconds(row.cluster), bytes_of(row.given)
@@ -72,7 +72,7 @@ def _line(row: Row) -> dict[str, Any]:
     return line | {"memory": row.memory or None, "predicted_memory": memory, "remarks": list(row.remarks)}
 
 
-def summary(rows: Sequence[Row], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summary(rows: Sequence[MeasuredStep], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Errors as parts, how many rows lie inside their band, the null model beside it, and the order of utilisations."""
     result: dict[str, Any] = {"n": len(rows), **_sizes([line["error"] for line in lines])}
     result["bias"] = median(line["error"] for line in lines)
@@ -89,7 +89,7 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
     return {"median": median(sizes), "mean": mean(sizes), "max": max(sizes)}
 
 
-def null_model(rows: Sequence[Row]) -> dict[str, float] | None:
+def null_model(rows: Sequence[MeasuredStep]) -> dict[str, float] | None:
     """The errors of one constant for each device: the median utilisation of its other rows. None where no device has enough."""
     errors = []
     for device in dict.fromkeys(row.device for row in rows):

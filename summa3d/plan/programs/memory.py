@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...dry.record import ENTER, LEAVE
-from ...dry.step import run
+from ...dry.step import Setting, run
 from .step import block_parameters, in_flight, setting, stage_layers
 
 RESERVE = 2.5 * 2**30
@@ -28,11 +28,21 @@ def bytes_of(given: Mapping[str, Any]) -> float:
     held = block * layers + (2 if pp == 1 else 1) * given["vocabulary"] * given["hidden"] / tp
     copies = given["dp"] * given.get("cp", 1) if given.get("zero", 0) else 1
     states = held / shards * (2 + 4 + 12 / copies) + (2 * 2 * 2 * block if shards > 1 else 0)
-    parts = run(setting(given)).parts
-    nets = {
-        cell: sum(segment.net for segment, _ in parts if segment.cell == cell and not segment.backward) for cell in ("0", ENTER)
-    }
-    peak = max((segment.top for segment, _ in parts if segment.cell == LEAVE), default=0) if pp == 1 else 0
+    of_block, of_enter, top_of_leave = _activations(setting(given))
     flying = in_flight(pp, chunks, max(1, given["batch"] // (given["dp"] * shards * given["micro_batch"])))
-    activations = flying * (layers * nets["0"] + nets[ENTER]) + peak
+    activations = flying * (layers * of_block + of_enter) + (top_of_leave if pp == 1 else 0)
     return float(FRAGMENTS * (states + activations) + RESERVE)
+
+
+_known: dict[str, tuple[int, int, int]] = {}
+"""`_activations` of this process, by their setting."""
+
+
+def _activations(setting: Setting) -> tuple[int, int, int]:
+    """Bytes that the forward of a block, and of what comes before the blocks, leaves; and the most of what comes after them."""
+    key = repr(setting)
+    if key not in _known:
+        parts = [segment for segment, _ in run(setting).parts]
+        block, enter = (sum(one.net for one in parts if one.cell == cell and not one.backward) for cell in ("0", ENTER))
+        _known[key] = block, enter, max((one.top for one in parts if one.cell == LEAVE), default=0)
+    return _known[key]

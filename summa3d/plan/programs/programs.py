@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import NamedTuple
 
+from ...cluster import Cluster
 from ...errors import ConfigError, nearest
 from ..cells import Cell
 from .edits import (
@@ -40,10 +41,10 @@ SWITCHES = {
 FSDP = {"fused_attention": True, "causal": True, "prefetch": True, "compile": True}
 CONTENTION = 0.7
 """Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
-MODERN = dict.fromkeys(SWITCHES, True)
+MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "compile")}
 
 
-class Program(NamedTuple):
+class PricedProgram(NamedTuple):
     """A program.
 
     about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
@@ -63,14 +64,14 @@ class Program(NamedTuple):
 
 
 PROGRAMS = {
-    "summa3d": Program("this library"),
-    "megatron-2020": Program("Megatron-LM as of 2020", (distributed_checkpoints,)),
-    "optimus-2021": Program("Optimus", (workspace_copies,)),
-    "megatron-2021": Program("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
-    "megatron-2021-unfused": Program("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
-    "fsdp-2023": Program("MPT by torch's FSDP", (causal, strided_attention)),
-    "megatron-core": Program("Megatron-Core and NeMo", (as_nccl,), MODERN | {"overlap_tp": False}, core_again, newer=True),
-    "nanotron": Program(
+    "summa3d": PricedProgram("this library"),
+    "megatron-2020": PricedProgram("Megatron-LM as of 2020", (distributed_checkpoints,)),
+    "optimus-2021": PricedProgram("Optimus", (workspace_copies,)),
+    "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
+    "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
+    "fsdp-2023": PricedProgram("MPT by torch's FSDP", (causal, strided_attention)),
+    "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True),
+    "nanotron": PricedProgram(
         "Nanotron",
         (as_nccl,),
         {"fused_attention": True, "causal": True, "fused_accumulation": False},
@@ -78,9 +79,11 @@ PROGRAMS = {
         "flash2",
         newer=True,
     ),
-    "fsdp": Program("torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True),
-    "fsdp2": Program("torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True),
-    "deepspeed-zero": Program(
+    "fsdp": PricedProgram(
+        "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True
+    ),
+    "fsdp2": PricedProgram("torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True),
+    "deepspeed-zero": PricedProgram(
         "DeepSpeed's ZeRO", (as_nccl,), FSDP | {"overlap_gradients": True}, core_again, "flash2", "bfloat16", CONTENTION, True
     ),
 }
@@ -95,7 +98,7 @@ ALIASES = {
 """Name of a program → how others begin whose steps are priced as its."""
 
 
-def program_of(name: str) -> tuple[str, Program]:
+def program_of(name: str) -> tuple[str, PricedProgram]:
     """The program of a name, or of one that begins as an alias does; and its own name. Raises ConfigError for others."""
     key = name.strip().lower().replace("_", "-")
     if key in PROGRAMS:
@@ -106,12 +109,20 @@ def program_of(name: str) -> tuple[str, Program]:
     raise ConfigError(f"unknown program {name!r}; the nearest is {nearest(key, list(PROGRAMS))}. Known: {', '.join(PROGRAMS)}.")
 
 
+def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
+    """The cluster with the rate of fused attention by the program's kernel."""
+    if not program.kernel or not cluster["attention.forward"]:
+        return cluster
+    part = cluster[f"attention.{program.kernel}"]
+    return cluster.replaced({key: part * cluster[key] for key in ("attention.forward", "attention.backward")}, "assumed")
+
+
 def edited(cell: Cell, edits: Iterable[Callable[[Cell], Cell]]) -> Cell:
     """A cell after all edits."""
     return reduce(lambda result, edit: edit(result), edits, cell)
 
 
-def edits_of(program: Program, on: Mapping[str, bool], recompute: str) -> tuple[Edit, ...]:
+def edits_of(program: PricedProgram, on: Mapping[str, bool], recompute: str) -> tuple[Edit, ...]:
     """The edits of a program whose switches are these, and which computes so much again."""
     edits = [*program.edits]
     if on.get("causal") and on.get("fused_attention"):

@@ -13,7 +13,7 @@ from ...cluster import Cluster, load
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .devices import cluster_of, device_of
-from .programs import PROGRAMS, SWITCHES, Program, program_of
+from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
 from .step import block_parameters
 
 KEYS = {
@@ -35,7 +35,7 @@ FAMILIES = {"llama": "llama", "mistral": "llama", "qwen": "llama", "gemma": "lla
 
 
 @dataclass(frozen=True)
-class Row:
+class MeasuredStep:
     """A measured step.
 
     name : its place in the file and what it is. program : whose step is priced. device : what null models have in common.
@@ -66,7 +66,7 @@ class Row:
         return self.flops / self.given["gpus"] / self.cluster.peak("bfloat16") / seconds
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> list[MeasuredStep]:
     """The rows of a JSON file: a list, or a table whose `rows` is one. Raises ConfigError, which names all faults of all rows."""
     try:
         table = json.loads(text_of(path))
@@ -129,7 +129,7 @@ def _is(value: Any, kind: type) -> bool:
     return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
 
 
-def _row(number: int, row: Mapping[str, Any]) -> Row:
+def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     """A row without faults of its own. Raises ConfigError and ClusterError where its parts do not fit each other."""
     name, program, remarks = _program_of(row)
     model, switches = row["model"], dict(row.get("switches") or {})
@@ -140,11 +140,7 @@ def _row(number: int, row: Mapping[str, Any]) -> Row:
             cluster_of(row["gpu"], row.get("gpus_per_node"), row.get("network"), program.newer),
             device_of(row["gpu"]),
         )
-    if program.kernel and cluster["attention.forward"]:
-        part = cluster[f"attention.{program.kernel}"]
-        slower = {key: cluster[key] * part for key in ("attention.forward", "attention.backward")}
-        cluster = cluster.replaced(slower, "assumed")
-    cluster = _in_dtype(cluster, str(row.get("dtype") or "bfloat16").lower(), remarks)
+    cluster = _in_dtype(on_cluster(program, cluster), str(row.get("dtype") or "bfloat16").lower(), remarks)
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
@@ -182,10 +178,10 @@ def _row(number: int, row: Mapping[str, Any]) -> Row:
         for key in sorted(table.keys() - set(known))
     ]
     memory = float(row.get("memory_gib") or 0) * 2**30
-    return Row(said, name, str(device), cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+    return MeasuredStep(said, name, str(device), cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
 
 
-def _program_of(row: Mapping[str, Any]) -> tuple[str, Program, list[str]]:
+def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     """The name of a row's program, the program, and what there is to say of it: one that is not known is priced as its like."""
     try:
         name, program = program_of(row["program"])
