@@ -11,7 +11,7 @@ import mpi4py
 
 mpi4py.rc.initialize = False  # dry runs need the names of MPI alone
 
-from summa3d.plan.programs.judge import FILE  # noqa: E402
+from summa3d.plan.programs.bands import FILE  # noqa: E402
 from summa3d.plan.programs.programs import PROGRAMS  # noqa: E402
 from summa3d.plan.programs.rows import MeasuredStep, read  # noqa: E402
 from summa3d.plan.programs.step import step  # noqa: E402

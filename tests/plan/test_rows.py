@@ -14,8 +14,10 @@ from typing import Any
 import jobs
 import pytest
 
+from summa3d.cluster import load
 from summa3d.errors import ClusterError, ConfigError
 from summa3d.plan.programs import judge, rows
+from summa3d.plan.programs.bands import FILE, own_band
 from summa3d.plan.programs.devices import cluster_of, device_of, ports_of
 from summa3d.plan.programs.memory import bytes_of
 from summa3d.plan.programs.programs import PROGRAMS, program_of
@@ -257,7 +259,7 @@ def test_what_a_program_cannot_plan_is_one_line(words: list[str], said: str) -> 
 @pytest.mark.wide
 def test_the_stored_bands_are_those_of_the_rows() -> None:
     ended = subprocess.run([sys.executable, "-m", "papers", "bands"], cwd=ROOT, capture_output=True, text=True)
-    assert ended.stdout == judge.FILE.read_text(), ended.stderr
+    assert ended.stdout == FILE.read_text(), ended.stderr
 
 
 @pytest.mark.wide
@@ -267,6 +269,12 @@ def test_mosaicmls_rows_are_near_and_in_order() -> None:
     assert result["refused"] == 0 and result["summary"]["median"] < 0.05 and result["summary"]["spearman"] > 0.9
     for summary in result["devices"].values():
         assert summary["median"] < 0.5 * summary["null"]["median"] and summary["inside"] >= 0.8
+
+
+def test_the_librarys_own_band_is_no_narrower_than_that_of_machines_left_out() -> None:
+    (selene, validated), (host, measured) = own_band(load("selene")), own_band(load("host"))
+    assert selene > load("selene")["band.percent"] / 100 and not validated
+    assert host == load("host")["band.percent"] / 100 and measured
 
 
 def test_every_program_prices_a_row(tmp_path: Path) -> None:

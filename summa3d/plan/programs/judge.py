@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
 from math import sqrt
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from ...errors import Summa3dError
-from ...files import read_toml
+from .bands import band_of
 from .memory import bytes_of
 from .rows import MeasuredStep
 from .step import step
 
-FILE = Path(__file__).with_name("bands.toml")
 FEWEST = 4
 """Rows of one GPU or cluster below which it has no null model of its own."""
-
-
-@cache
-def bands() -> dict[str, Any]:
-    """The stored bands, as `python -m papers bands` makes them."""
-    return read_toml(FILE)
-
-
-def band_of(program: str, device: str) -> tuple[float, bool]:
-    """The half-width of the band, a part of the predicted seconds, and whether it is of rows of this program on this device.
-
-    Where there are none, it is the pooled band of machines whose own rows were left out.
-    """
-    own = bands()["validated"].get(program, {})
-    return (float(own[device]), True) if device in own else (float(bands()["pooled"]), False)
 
 
 def judged(rows: Sequence[MeasuredStep]) -> dict[str, Any]:

@@ -11,8 +11,8 @@ from ...comm.topology import divisors
 from ...errors import ConfigError, Summa3dError, nearest
 from ...files import toml_value
 from ...nn.config import ModelConfig
+from .bands import band_of
 from .devices import devices
-from .judge import band_of
 from .memory import bytes_of
 from .programs import SWITCHES, PricedProgram, on_cluster, program_of
 from .step import step

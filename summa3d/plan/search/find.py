@@ -14,6 +14,7 @@ from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...table import Column, Table
 from ...train.config import Config
+from ..programs.bands import own_band
 from .explain import explain
 from .export import configured
 from .memory import reserve
@@ -59,7 +60,7 @@ class Plans:
     @property
     def band(self) -> float:
         """Half the width of the band of predicted times, as a share of them."""
-        return float(self.found.cluster["band.percent"]) / 100
+        return own_band(self.found.cluster)[0]
 
     @property
     def grid(self) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..programs.bands import own_band
 from .plans import FAMILIES
 from .request import Request
 from .search import Found, Priced, flops_of
@@ -50,7 +51,8 @@ def _plan(found: Found, asked: Request, one: Priced, rank: int | None) -> dict[s
         "family": one.plan.family,
         "config": one.plan.keys(),
         "seconds": one.seconds,
-        "band": found.cluster["band.percent"] / 100,
+        "band": own_band(found.cluster)[0],
+        "validated": own_band(found.cluster)[1],
         "mfu": utilization(found, one),
         "hfu": utilization(found, one, True),
         "flops": flops_of(found.space),
@@ -62,13 +64,15 @@ def _plan(found: Found, asked: Request, one: Priced, rank: int | None) -> dict[s
 def as_text(found: Found, asked: Request) -> Iterator[str]:
     """The lines of the table: the fastest plans, the best of each family, and what the others failed by."""
     cluster, space = found.cluster, found.space
-    band = cluster["band.percent"] / 100
-    yield f"{asked.name} on {cluster.name}, {space.ranks} ranks, batch {space.batch}, {space.dtype}; ±{band:.0%}"
+    band, validated = own_band(cluster)
+    alike = cluster["band.percent"] / 100
+    text = f"±{band:.0%}{'' if validated else ', not validated: nobody has measured this library there'}"
+    yield f"{asked.name} on {cluster.name}, {space.ranks} ranks, batch {space.batch}, {space.dtype}; {text}"
     shown = [*found.best, *(one for one in found.families.values() if one not in found.best)]
     width = max(len(str(one.plan)) for one in shown)
     yield f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in COLUMNS)
     for place, one in enumerate(shown):
-        mark = "≈" if place and one.seconds <= found.best[0].seconds * (1 + band) else " "
+        mark = "≈" if place and one.seconds <= found.best[0].seconds * (1 + alike) else " "
         number = str(place + 1) if place < len(found.best) else "–"
         yield f"{number:>3} {mark} {one.plan!s:<{width}}  {one.plan.family:<7}" + "".join(
             f"{cell:>9}" for cell in _cells(found, one)
@@ -77,7 +81,7 @@ def as_text(found: Found, asked: Request) -> Iterator[str]:
         if family not in found.families and any(key[0] == family for key in found.rejected):
             yield f"    no plan of {family}: {_reasons(found, family)}"
     fitted = ", ".join(cluster.fitted) or "nothing"
-    yield f"≈ within the band of plan 1; {found.limit / GIB:.1f} GiB a rank; fitted in {cluster.name}: {fitted}"
+    yield f"≈ within {alike:.0%} of plan 1; {found.limit / GIB:.1f} GiB a rank; fitted in {cluster.name}: {fitted}"
     yield f"{found.considered} plans divide evenly and hold the weights, {found.priced} were priced"
 
 
