@@ -19,7 +19,7 @@ from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..files import grid_of
 from ..launch.runtime import on_all_cores, usable_cores
-from .traces import add_trace_arguments, check_trace_arguments, ranges_for
+from .traces import add_trace_arguments, check_positive, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
     from ..bench.products import ProductEntry, ProductRunner
@@ -114,9 +114,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.cluster is not None and args.grid is not None:
         raise ConfigError("--cluster helps to choose a grid, and --grid names one: leave one of them out.")
-    for name in ("m", "n", "k", "repeat"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    check_positive(args, "m", "n", "k", "repeat")
     args.device = requested_device(args.device)
     requested(args.transport)
     check_trace_arguments(args, MPI.COMM_WORLD)

@@ -21,6 +21,7 @@ from ..files import replace_text, whole
 from ..interpreter import module
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
+from .traces import rank_counts
 
 if TYPE_CHECKING:
     from ..sweep.file import Sweep
@@ -56,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         one.add_argument("--dir", type=Path, metavar="DIR", help=f"Write there. The default is {FOLDER}/NAME.")
     run = made["run"]
-    run.add_argument("--ranks", type=_counts, metavar="1,2,4", help="Run these rank counts only. The default is all of the file.")
+    run.add_argument(
+        "--ranks", type=rank_counts, metavar="1,2,4", help="Run these rank counts only. The default is all of the file."
+    )
     run.add_argument("--retry", action="store_true", help="Run points again whose line is an error.")
     run.add_argument(
         "--fewer",
@@ -79,13 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in (collect, made["report"]):
         one.add_argument("places", nargs="+", type=Path, metavar="DIR|FILE", help="Read all points in this folder, or this file.")
     add_outputs(made["report"])
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write it as 1,2,4") from None
 
 
 def run(args: argparse.Namespace) -> int:
