@@ -162,7 +162,7 @@ def dtensor_stack(case: Any, mesh: Any) -> Any:
 
 
 class Peer(Layer):
-    """The DTensor model as a contender, with the methods of `summa3d.bench.blocks.Contender`."""
+    """The DTensor model as a contender, with the methods of `summa3d.bench.blocks.BlockRunner`."""
 
     def __init__(self, label: str, stack: Any, case: Any, world: Any, threads: Any) -> None:
         from summa3d import Grid

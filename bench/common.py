@@ -29,7 +29,7 @@ def environment(threads: int | None = 1) -> dict[str, str]:
 
 
 def printed(command: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
-    """What a command prints, which runs in `folder`. One that fails ends the script."""
+    """Return what a command prints, which runs in `folder`. One that fails ends the script."""
     done = subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
@@ -37,7 +37,7 @@ def printed(command: Sequence[str], environ: Mapping[str, str], folder: Path | N
 
 
 def on_ranks(ranks: int, arguments: Sequence[str], started_by: Sequence[str] = ()) -> str:
-    """What `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI, one BLAS thread each.
+    """Return what `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI, one BLAS thread each.
 
     started_by : a program and its arguments that start the launcher in their turn
     """
@@ -46,12 +46,12 @@ def on_ranks(ranks: int, arguments: Sequence[str], started_by: Sequence[str] = (
 
 
 def from_ranks(ranks: int, *arguments: object, started_by: Sequence[str] = ()) -> Any:
-    """The JSON in the last line that `python ARGUMENTS…` prints on `ranks` ranks."""
+    """Return the JSON in the last line that `python ARGUMENTS…` prints on `ranks` ranks."""
     return json.loads(on_ranks(ranks, [*map(str, arguments)], started_by).splitlines()[-1])
 
 
 def itself(ranks: int) -> Any:
-    """The JSON that this script prints on `ranks` ranks, told by --on-ranks besides its own options."""
+    """Return the JSON that this script prints on `ranks` ranks, told by --on-ranks besides its own options."""
     return from_ranks(ranks, *sys.argv, "--on-ranks")
 
 

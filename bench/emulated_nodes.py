@@ -62,7 +62,7 @@ def show(result: Mapping[str, Any], page: Path | None, plots: Path | None) -> No
 
 
 def emulated(nodes: int, port: str, ranks: int, arguments: Sequence[str]) -> str:
-    """What this script prints on ranks of emulated nodes. A failed job ends the script."""
+    """Return what this script prints on ranks of emulated nodes. A failed job ends the script."""
     network = ["--emulate", f"nodes={nodes},port={port}", "-n", str(ranks)]
     command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
     return printed(command, environment())
@@ -90,7 +90,7 @@ def predictions() -> dict[str, Any]:
 
 
 def core_facts(world: Any) -> dict[str, Any]:
-    """What a rank does while all work, by processor time: other work on the machine takes cores, but not speed."""
+    """Measure what a rank does while all work, by processor time: other work on the machine takes cores, but not speed."""
     import numpy as np
     import torch
     from mpi4py import MPI

@@ -20,14 +20,14 @@ BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
 
 
 def title(race: Mapping[str, Any]) -> str:
-    """What a race is about, and where it ran."""
+    """Say what a race is about, and where it ran."""
     return (
         f"{race['part']}: {race['nodes']} nodes × {race['ranks'] // race['nodes']} ranks, {race['port']}, load {race['load']:.1f}"
     )
 
 
 def table(race: Mapping[str, Any]) -> Table:
-    """A race: predicted and measured times of each case, and the bytes of the busiest port."""
+    """Return the table of a race: predicted and measured times of each case, and the bytes of the busiest port."""
     cases = race["cases"]
     wanted, least, middle = zip(*((case["seconds"], min(case["times"]), median(case["times"])) for case in cases), strict=True)
     carried = [case["port_bytes"] and case["carried"] / case["port_bytes"] for case in cases]
@@ -42,7 +42,7 @@ def table(race: Mapping[str, Any]) -> Table:
 
 
 def errors(races: Sequence[Mapping[str, Any]]) -> Table:
-    """A row for each race, and one for all: cases, median and range of fastest ÷ predicted − 1, pairs in order of all."""
+    """Return a row for each race, and one for all: cases, median and range of fastest ÷ predicted − 1, pairs in order of all."""
     pairs = {title(race): [(case["seconds"], min(case["times"])) for case in race["cases"]] for race in races}
     off = {name: sorted(got / want - 1 for want, got in times) for name, times in pairs.items()}
     order = {name: [(a < c) == (b < d) for (a, b), (c, d) in combinations(times, 2)] for name, times in pairs.items()}

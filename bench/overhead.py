@@ -39,7 +39,7 @@ class Row:
     calls: int = 1
 
     def on_ranks(self, ranks: int, name: str, started_by: Sequence[str] = ()) -> Any:
-        """What a case of overhead_cases.py finds on fresh ranks."""
+        """Return what a case of overhead_cases.py finds on fresh ranks."""
         return from_ranks(ranks, HERE / "overhead_cases.py", name, self.rounds, self.calls, started_by=started_by)
 
 
@@ -257,7 +257,7 @@ def waits(row: Row, against: Path | None) -> Found:
 
 
 def waited(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the ranks of one kind of start took as text, medians over the starts."""
+    """Say what the ranks of one kind of start took, medians over the starts."""
     step, first = {key: median(row["step"][key] for row in rows) for key in rows[0]["step"]}, rows[0]
     by_axis = (f"{axis} {count:.0f} and {first['sleeps'].get(axis, 0):.1f}" for axis, count in first["communications"].items())
     lines = [

@@ -323,7 +323,7 @@ PARTS, ROWS, COLUMNS = 4, 4, 32  # a joined collective's parts, and a rank's blo
 
 
 def waits(rounds: int, steps: int) -> tuple[Any, dict[str, Any]]:
-    """What steps take, where ranks sleep in them, and what collectives take apart and joined."""
+    """Measure what steps take, where ranks sleep in them, and what collectives take apart and joined."""
     world, found = on_machine()
     import torch
     from step import GRID, MODELS, STILL

@@ -94,7 +94,7 @@ def raced(case: str, problem: Any, rounds: int, world: Any, peers: Peers) -> dic
     if world.rank != 0:
         return {}
     top = rate(seconds, next(iter(ceilings.values())).flops)
-    raced = {name: times for name, times in seconds.items() if name not in CEILINGS}
+    sides = {name: times for name, times in seconds.items() if name not in CEILINGS}
     return {
         "case": case,
         **{name: getattr(problem, name) for name in ("m", "n", "k", "dtype")},
@@ -103,10 +103,10 @@ def raced(case: str, problem: Any, rounds: int, world: Any, peers: Peers) -> dic
         "label": ours.entry.label,
         "seconds": seconds,
         "ceiling": top,
-        "parts": {name: [problem.flops / taken / top for taken in times] for name, times in raced.items()},
+        "parts": {name: [problem.flops / taken / top for taken in times] for name, times in sides.items()},
         "quotients": {
             name: [its / mine for its, mine in zip(times, seconds[OURS], strict=True)]
-            for name, times in raced.items()
+            for name, times in sides.items()
             if name != OURS
         },
     }

@@ -17,7 +17,7 @@ K, T = TypeVar("K"), TypeVar("T")
 
 
 def started() -> Any:
-    """MPI's world, started as the command line starts it."""
+    """Return MPI's world, started as the command line starts it."""
     from summa3d.cli.main import start_mpi
 
     start_mpi()
@@ -27,7 +27,7 @@ def started() -> Any:
 
 
 def training(settings: Iterable[str], world: Any, folder: Path) -> tuple[Any, Callable[[], Any]]:
-    """A run of the demo with other settings, and what takes its next step; collective."""
+    """Prepare a run of the demo with other settings, and return it with what takes its next step; collective."""
     from summa3d.train.config import load
     from summa3d.train.loop import take_step
     from summa3d.train.prepare import prepare
@@ -57,7 +57,7 @@ class Layer:
 
 
 def grid_layer(size: int, grid: Any, shape: tuple[int, ...], dtype: Any = None) -> Layer:
-    """A cuboid's `Linear` of `size` features with this rank's blocks of an input [*shape, size] and of a gradient; collective."""
+    """Make a cuboid's `Linear` of `size` features, with blocks of an input [*shape, size] and of a gradient; collective."""
     import torch
 
     from summa3d.layout import distribute
@@ -71,7 +71,7 @@ def grid_layer(size: int, grid: Any, shape: tuple[int, ...], dtype: Any = None) 
 
 
 def on_machine() -> tuple[Any, dict[str, Any]]:
-    """MPI's world, and the machine that its ranks run on."""
+    """Return MPI's world, and the machine that its ranks run on."""
     world = started()
     from summa3d.bench.machine import machine
 
@@ -85,14 +85,14 @@ def tell(world: Any, result: Any) -> None:
 
 
 def seconds(act: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """What `clock` counts in a call."""
+    """Count what a call takes by `clock`."""
     start = clock()
     act()
     return clock() - start
 
 
 def in_turn(acts: Mapping[K, Callable[[], T]], rounds: int, warm_ups: int = 0) -> dict[K, list[T]]:
-    """What each act returns in each round, in which all have their turn; without those of the rounds that warm up."""
+    """Return what each act returns in each round, in which all have their turn; without those of the rounds that warm up."""
     found: dict[K, list[T]] = {name: [] for name in acts}
     for _ in range(warm_ups + rounds):
         for name, act in acts.items():

@@ -25,7 +25,7 @@ def run(script: str, *arguments: str, patience: int = 120, **environ: str) -> st
 
 
 def overhead(folder: Path, row: str, *arguments: str) -> tuple[str, Any]:
-    """What overhead.py says of a row, and the row's result."""
+    """Return what overhead.py says of a row, and the row's result."""
     said = run("overhead.py", row, *arguments, "--json", str(folder / "overhead.json"), patience=300)
     return said, json.loads((folder / "overhead.json").read_text())["rows"][row]
 

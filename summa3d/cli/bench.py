@@ -212,7 +212,7 @@ def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
 
 
 def scaling_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """The entries of strong and weak scaling: the points of a sweep of products, all in one race."""
+    """Yield the entries of strong and weak scaling: the points of a sweep of products, all in one race."""
     counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
     if max(counts) > ranks:
         raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started. Start at least {max(counts)} ranks.")
@@ -220,7 +220,7 @@ def scaling_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
 
 
 def _of_algorithms(args: argparse.Namespace, counts: list[int]) -> Iterator[Any]:
-    """The points of a sweep of the algorithms of --algorithm, or of what the library chooses, each on its grid of fewest words.
+    """Yield the points of a sweep of --algorithm, or of what the library chooses, each on its grid of fewest words.
 
     Algorithms that cannot use a rank count are left out where several are named.
     """

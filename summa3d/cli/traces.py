@@ -27,7 +27,7 @@ JSON = "Write the result to FILE. - prints the result as one line instead of the
 
 
 def rank_counts(text: str) -> list[int]:
-    """The rank counts of an option, as "1,2,4". Raises argparse.ArgumentTypeError for other text."""
+    """Return the rank counts of an option, as "1,2,4". Raises argparse.ArgumentTypeError for other text."""
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:

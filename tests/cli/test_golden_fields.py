@@ -34,7 +34,7 @@ SWEEPS = {
 
 
 def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
-    """The options of a parser and of its subcommands, and what a user reads of them."""
+    """Yield the options of a parser and of its subcommands, and what a user reads of them."""
     of = []
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -48,7 +48,7 @@ def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
 
 
 def fields(value: Any, at: str = "") -> Iterator[str]:
-    """The paths of all keys; elements of a list are alike."""
+    """Yield the paths of all keys; elements of a list are alike."""
     if isinstance(value, dict):
         for key, one in value.items():
             yield f"{at}.{key}".lstrip(".")
@@ -59,14 +59,14 @@ def fields(value: Any, at: str = "") -> Iterator[str]:
 
 
 def printed(*words: object) -> str:
-    """What a command prints that needs no ranks."""
+    """Return what a command prints that needs no ranks."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()):
         assert entry.main([*map(str, words)]) == 0
     return out.getvalue()
 
 
 def on_ranks(folder: Path) -> Iterator[tuple[str, str]]:
-    """What commands print on two ranks, one after the other in one job, and the lines of sweeps."""
+    """Yield what commands print on two ranks, one after the other in one job, and the lines of sweeps."""
     settings = small_runs.assignments(small_runs.write_corpus(folder / "corpus.txt"), grid__y=2, train__steps=2)
     sizes = ("--hidden", 24, "--heads", 6, "--sequence", 8, "--batch", 4)
     for what, text in SWEEPS.items():
@@ -88,7 +88,7 @@ def on_ranks(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 def calibrated() -> dict[str, Any]:
-    """The result of a calibration whose times are made up."""
+    """Return the result of a calibration whose times are made up."""
     sides, time = (64, 128, 256), fitted.MeasuredTime
     products = [time("product", f"{side}³", 1e-9 * side**3, "float32", side, side, side) for side in sides]
     elements = [time("elements", f"{side}", 1e-9 * side, bytes=side) for side in sides]
@@ -98,7 +98,7 @@ def calibrated() -> dict[str, Any]:
 
 
 def found(folder: Path) -> dict[str, Any]:
-    """All options and keys as they are now."""
+    """Return all options and keys as they are now."""
     said = dict(on_ranks(folder))
     said |= {"plan": printed(*PLAN), "doctor": printed("doctor", "--json")}
     said["bench calibrate"] = json.dumps(calibrated())
