@@ -23,7 +23,8 @@ from summa3d.cli import main as entry
 FILE = Path(__file__).with_name("golden_fields.json")
 PRODUCT = ("--m", 16, "--n", 12, "--k", 8)
 ON = ("--cluster", "host")
-PLAN = ("plan", "--model", "gpt2-small", "--cluster", "dgx-h100", "--ranks", 4, "--batch", 8, "--json")
+ONE_PLAN = ("--era", 2021, "--ranks", 2, "--fix", "pp=2")
+PLAN = ("plan", "--model", "gpt2-small", "--cluster", "dgx-h100", "--batch", 8, *ONE_PLAN, "--json")
 SWEEPS = {
     "gemm": "base = {m = 16, n = 12, k = 8}\nvary.algorithm = ['cuboid', 'summa']",
     "block": (
@@ -48,11 +49,12 @@ def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
 
 
 def fields(value: Any, at: str = "") -> Iterator[str]:
-    """Yield the paths of all keys; elements of a list are alike."""
+    """Yield the paths of all keys but sentences; elements of a list are alike."""
     if isinstance(value, dict):
         for key, one in value.items():
-            yield f"{at}.{key}".lstrip(".")
-            yield from fields(one, f"{at}.{key}")
+            if " " not in key:
+                yield f"{at}.{key}".lstrip(".")
+                yield from fields(one, f"{at}.{key}")
     elif isinstance(value, list):
         for one in value:
             yield from fields(one, f"{at}[]")
