@@ -105,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     from ..bench.machine import machine
-    from ..bench.predicted import as_table
     from ..bench.tables import table
     from ..comm.profile.trace import check_file
 
@@ -120,8 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if world.rank == 0:
         for name in found["overrides"]:
             print(f"warning: {name} is set; OpenBLAS may run at half its speed. Unset {name}.", file=sys.stderr)
-        tables = [table(result), *([as_table(result)] if "prediction" in result else [])]
-        print(json.dumps(result) if args.json == "-" else "\n\n".join(one.text() for one in tables), flush=True)
+        print(json.dumps(result) if args.json == "-" else table(result).text(), flush=True)
         if file is not None:
             _write(file, json.dumps(result) + "\n", "--json")
     return 0

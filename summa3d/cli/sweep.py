@@ -198,7 +198,7 @@ def measure(args: argparse.Namespace) -> int:
         return [point for point in points if point.ranks == world.size or (args.fewer and point.ranks < world.size)]
 
     before = world.bcast(time.time()) if args.retry else args.retry_before
-    say = _say if world.rank == 0 else _silent
+    say = _say if world.rank == 0 else lambda text: None
     points = on_root(world, chosen, DataError)
     if not points:
         launched = launched_as()
@@ -229,7 +229,3 @@ def _names(found: Iterable[dict[str, dict[str, str]]]) -> list[str]:
 
 def _say(text: str) -> None:
     print(f"summa3d sweep: {text}", file=sys.stderr, flush=True)
-
-
-def _silent(text: str) -> None:
-    """Say nothing: rank 0 does."""
