@@ -56,7 +56,7 @@ setup(
         "summa3d.cli": ["help.json"],
         "summa3d.train": ["configs/*.toml"],
         "summa3d.sweep": ["files/*.toml"],
-        "summa3d.plan": ["papers/tables/*.toml", "search/*.toml"],
+        "summa3d.plan": ["papers/tables/*.toml", "programs/*.toml", "search/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2", TOMLI],

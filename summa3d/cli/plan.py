@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ..plan.papers.costs import Isoefficiency, PrintedCost
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
-SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "rule", "explain", "write")
+SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "program", "rule", "explain", "write")
 """Options that a search alone has."""
 MOST_OPS = 2**18
 MOST_COLUMNS = 2**20
@@ -43,6 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--paper",
         metavar="NAME",
         help="Show a paper's tables beside predictions; or claims, or choices. A wrong name lists all.",
+    )
+    parser.add_argument(
+        "--rows",
+        type=Path,
+        metavar="FILE",
+        help="Price measured steps of any program from a JSON file: errors, band, null model.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
@@ -93,6 +99,9 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
     search.add_argument(
         "--era", default="now", metavar="YEAR", help="now, or 2021: all-reduces, every layer recomputed, no ZeRO."
     )
+    search.add_argument(
+        "--program", metavar="NAME", help="Plan for another program, as megatron-core or fsdp2. A wrong name lists all."
+    )
     search.add_argument("--rule", choices=("ptdp",), help="Show beside them the plan of PTD-P's rule.")
     search.add_argument("--explain", type=int, metavar="N", help="Say why plan N is where it is.")
     search.add_argument("--write", type=Path, metavar="DIR", help="Write plan 1 as a configuration and a Slurm job into DIR.")
@@ -135,6 +144,8 @@ def run(args: argparse.Namespace) -> int:
         return draw_schedule(args)
     if args.plan == "formulas":
         return show_formulas(args)
+    if args.rows is not None:
+        return show_rows(args)
     search = [f"--{name}" for name in SEARCH if getattr(args, name) not in (None, [])]
     if args.paper is not None and search:
         raise ConfigError(f"--paper prints a paper's own rows; {', '.join(search)} is of a search.")
@@ -156,9 +167,52 @@ def show_plans(args: argparse.Namespace) -> int:
     import mpi4py
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    if args.program is not None:
+        return show_program(args)
     from ..plan.search.command import run as run_search
 
     return run_search(args)
+
+
+def show_program(args: argparse.Namespace) -> int:
+    """Print the fastest plans of another program; returns the exit status. Raises ConfigError for options that it lacks."""
+    from ..cluster import load
+    from ..plan.programs import search
+    from ..plan.search.memory import reserve
+    from ..plan.search.request import bytes_of, request
+
+    lacking = {"limit": args.limit, "rule": args.rule, "explain": args.explain, "write": args.write}
+    given = [f"--{name}" for name, value in lacking.items() if value not in (None, [])]
+    if given or args.era != "now":
+        raise ConfigError(f"--program plans without {', '.join(given) or '--era'}: those are of the library's own plans.")
+    if args.top < 1:
+        raise ConfigError(f"--top is {args.top}; it must be at least 1.")
+    cluster = load(args.cluster)
+    model = request(args.model, args.batch, cluster).config.model
+    memory = cluster["device.memory"]
+    limit = bytes_of(args.memory) if args.memory else memory - reserve(memory)
+    plans = search.search(args.program, model, cluster, args.ranks, args.batch, args.fix, limit, args.top)
+    if args.json:
+        about = {"model": args.model, "ranks": args.ranks, "batch": args.batch}
+        print(json.dumps({**about, **plans.as_json()}))
+    else:
+        print("\n".join(search.as_text(plans, " ".join(args.model), args.ranks, args.batch)))
+    return 0
+
+
+def show_rows(args: argparse.Namespace) -> int:
+    """Print measured rows beside what is predicted of them; returns the exit status. Raises ConfigError for a file's faults."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    from ..plan.programs import judge, rows, text
+
+    result = judge.judged(rows.read(args.rows))
+    if args.json:
+        print(json.dumps(result))
+    else:
+        print("\n".join(text.as_text(result)))
+    return 0
 
 
 def show_formulas(args: argparse.Namespace) -> int:

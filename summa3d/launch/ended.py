@@ -46,9 +46,10 @@ class FirstEnded:
     def _follow(self, launcher: int) -> None:
         poll, known, looks = select.poll(), dict[int, tuple[int, str]](), 0
         own, total = launched_as(environment_of(launcher)), 1
-        while not self._ranks and state_of(launcher) is not None:
-            looks += 1
-            for process in descendants(launcher) if len(known) < total and looks < LOOKS else ():
+
+        def look() -> None:
+            nonlocal total
+            for process in descendants(launcher):
                 launched = launched_as(environment_of(process))
                 if launched in (None, own) or any(launched[1] == rank for rank, _ in known.values()):
                     continue  # it is no rank, or one has started it
@@ -57,7 +58,13 @@ class FirstEnded:
                     poll.register(descriptor, select.POLLIN)
                     known[descriptor] = launched[1], described(process)
                     total = launched[0]
+
+        while not self._ranks and state_of(launcher) is not None:
+            looks += 1
+            if len(known) < total and looks < LOOKS:
+                look()
             self._ranks = [known[descriptor][1] for descriptor, _ in poll.poll(AT_FIRST if looks < FIRST else LOOK_EVERY)]
+        look()  # for those that have not been seen when the first one ends
         while state_of(launcher) is not None:
             time.sleep(LOOK_EVERY / 1000)
         self._ranks = [who for descriptor, (_, who) in known.items() if ended_by(descriptor) not in SENT] or self._ranks

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
+from math import log, sqrt
 from operator import mul
 from typing import Any, NamedTuple
 
@@ -44,7 +45,9 @@ class PredictedStep:
     cells : ENTER, BLOCK and LEAVE on a stage's grid. topology : all ranks; pp is the axis of stages. layers : of each stage.
     micro_batches : of each replica. send : what one stage sends another for a micro-batch, in each direction. after : reductions
     over replicas and the optimizer, of the rank that has most. overlap : communications of a cell run behind arithmetic until
-    they are waited for; what `send` and `after` hold is never overlapped.
+    they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward) → communications that
+    run behind its arithmetic, along each axis at once. late, early : those that run behind the last backward of a rank's layers,
+    and behind their first forward. contention : the part of the time of those behind a cell's arithmetic that they slow it down.
     """
 
     cells: Mapping[str, Cell]
@@ -55,6 +58,10 @@ class PredictedStep:
     send: tuple[Op, ...] = ()
     after: tuple[Op, ...] = ()
     overlap: bool = False
+    behind: Mapping[tuple[str, bool], tuple[Op, ...]] = field(default_factory=dict)
+    late: tuple[Op, ...] = ()
+    early: tuple[Op, ...] = ()
+    contention: float = 0.0
     _moved: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
@@ -63,6 +70,14 @@ class PredictedStep:
             (name, backward): UnorderedWork.of(self.topology, cell[backward])
             for name, cell in self.cells.items()
             for backward in (False, True)
+        }
+
+    @cached_property
+    def _behind(self) -> dict[tuple[str, bool], list[UnorderedWork]]:
+        """`behind`, by axis."""
+        return {
+            key: [UnorderedWork.of(self.topology, [op for op in ops if op.axis == axis]) for axis in {op.axis for op in ops}]
+            for key, ops in self.behind.items()
         }
 
     @cached_property
@@ -113,13 +128,19 @@ class PredictedStep:
             of = {key: replay(self.cells[key[0]][key[1]], prices).seconds for key in self._works}
         else:
             of = {key: work.priced(prices) for key, work in self._works.items()}
+        for key, hidden in self._behind.items():
+            moved, computed = [one.moved(prices) for one in hidden], self._works[key].computed(prices)
+            of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
-        send, after = self._apart(prices)
+        send, after, *apart = self._apart(prices)
+        layers = max(map(sum, zip(*[iter(self.layers)] * self.chunks, strict=True))) if self.late or self.early else 0
+        for seconds, of_layers in zip(apart, (backward[BLOCK], forward[BLOCK]), strict=True):
+            after += max(0.0, seconds - layers * of_layers)
         return Durations(forward, backward, send, after)
 
     def _apart(self, prices: Prices) -> list[float]:
-        """The seconds of `send` and of `after`; those of communications are kept, as `UnorderedWork.moved` keeps them."""
-        apart, links = (self.send, self.after), prices.links
+        """The seconds of `send`, `after`, `late` and `early`; communications' are kept, as `UnorderedWork.moved` keeps them."""
+        apart, links = (self.send, self.after, self.late, self.early), prices.links
         if links not in self._moved:
             self._moved.clear()
             self._moved[links] = [sum(prices.seconds(op) for op in ops if op.kind == "move") for ops in apart]
@@ -186,7 +207,17 @@ class PredictedStep:
 
     def seconds(self, cluster: Cluster) -> float:
         """Seconds of the step."""
-        return self.pipeline(cluster) + self.durations(cluster).after
+        return (self.pipeline(cluster) + self.durations(cluster).after) * self.slowest(cluster)
+
+    def nearly(self, cluster: Cluster) -> float:
+        """The same by the closed form of the pipeline, without its simulation."""
+        parts = self.durations(cluster)
+        return (self.closed(parts) + parts.after) * self.slowest(cluster)
+
+    def slowest(self, cluster: Cluster) -> float:
+        """What the slowest of all nodes takes, times the mean one: the expectation of the largest of so many (Gumbel)."""
+        nodes = self.topology.size / max(1, max(level.size for level in cluster.levels))
+        return 1 + cluster["nodes.spread"] * sqrt(2 * log(nodes)) if nodes > 1 else 1.0
 
 
 @cache
@@ -210,4 +241,4 @@ class Fast:
     def seconds(self, cluster: Cluster) -> float:
         """Seconds of the step; exact on the cluster that it was made with."""
         parts = self.step.durations(cluster)
-        return self.ratio * self.step.closed(parts) + parts.after
+        return (self.ratio * self.step.closed(parts) + parts.after) * self.step.slowest(cluster)

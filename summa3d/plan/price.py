@@ -11,6 +11,9 @@ from ..dry.record import Op
 from ..dtypes import dtype_of
 from .links import Load, busy_ports, loads
 
+ATTENTION = "attention"
+LANES = 32
+"""Fused attention computes with head sizes rounded up to a multiple of so many."""
 CHAINS = ("broadcast", "reduce")
 FUNCTIONS = frozenset(
     {"gelu", "gelu_backward", "silu", "silu_backward", "tanh", "tanh_backward", "exp", "_softmax", "_log_softmax"}
@@ -27,7 +30,8 @@ def move(name: str, axis: str, words: int, dtype: str, phase: str = "forward") -
 
 def alike(op: Op) -> Op:
     """What the price of an operation depends on, equal for those with the same price."""
-    return op._replace(layer="", phase="", messages=0, id=-1)
+    phase = op.phase if op.name == ATTENTION else ""
+    return op._replace(layer="", phase=phase, messages=0, id=-1)
 
 
 def pattern_of(op: Op) -> str:
@@ -114,10 +118,19 @@ class Prices:
         if side == 0:
             return 0.0
         dtype = op.dtype or "float32"
+        if op.name == ATTENTION and self.cluster["attention.forward"]:
+            return self._attention(op, dtype)
         if dtype not in self._flop:
             self._flop[dtype] = self._crowding / (self.cluster.peak(dtype) * self.cluster["product.efficiency"])
         computed = op.flops * self._flop[dtype] * (side + self._half) / side
         return max(computed, (op.read + op.written) * self._byte) + self._launches["product"]
+
+    def _attention(self, op: Op, dtype: str) -> float:
+        """Seconds of fused attention, by its own part of the peak, at half of which `attention.half` keys are."""
+        part = self.cluster["attention.backward" if op.phase == "backward" else "attention.forward"]
+        padded = -(-op.k // LANES) * LANES / op.k
+        computed = op.flops * padded * (op.n + self.cluster["attention.half"]) / op.n / (self.cluster.peak(dtype) * part)
+        return computed * self._crowding + self._launches["product"]
 
     def move(self, op: Op) -> tuple[float, float]:
         """Seconds of a communication's hops and launch, and of its volume: the words received, of a broadcast the message."""

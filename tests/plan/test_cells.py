@@ -14,7 +14,7 @@ from summa3d.dry.step import Setting
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.schemes.registry import SCHEME_SPECS
 from summa3d.plan import cells as of
-from summa3d.plan.papers.profiles import edited
+from summa3d.plan.programs.programs import PROGRAMS, edited
 
 
 def setting(scheme: str, axes: dict[str, int], batch: int, heads: int = 12) -> Setting:
@@ -77,21 +77,21 @@ def words(ops: of.OpTrace, name: str) -> int:
     return sum(op.words for op in ops if op.name == name)
 
 
-def test_profiles_are_the_released_programs_counts() -> None:
+def test_programs_edits_are_the_released_programs_counts() -> None:
     rows, h, ranks = 4 * 8, 48, 4
     cell = of.cells(setting("oned", {"y": ranks}, 4))[of.BLOCK]
-    kept = edited(cell, "megatron-2020")
+    kept = edited(cell, PROGRAMS["megatron-2020"].edits)
     assert kept.forward == cell.forward and words(kept.backward, "all_gather") == rows * h * (ranks - 1) // ranks
     assert kept.backward[0].name == "all_gather" and kept.backward[1].kind == "wait"
     square = of.cells(setting("summa", {"x": 3, "y": 3}, 12))[of.BLOCK]
-    copies = [op for op in edited(square, "optimus-2021").forward if op not in square.forward]
+    copies = [op for op in edited(square, PROGRAMS["optimus-2021"].edits).forward if op not in square.forward]
     rows = 12 * 8
     assert sum(op.read for op in copies) == 4 * 3 * (7 * rows * h + 12 * h * h) // 9
     assert all(op.read == op.written for op in copies)
 
 
 def test_megatrons_kernels_pass_once_over_the_scores() -> None:
-    fused = edited(of.cells(setting("oned", {"y": 4}, 4))[of.BLOCK], "megatron-2021")
+    fused = edited(of.cells(setting("oned", {"y": 4}, 4))[of.BLOCK], PROGRAMS["megatron-2021"].edits)
 
     def scores(op: Op) -> bool:
         return op.kind == "elements" and op.layer.startswith("blocks.0.attention.core")

@@ -15,10 +15,10 @@ from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK, cells
 from summa3d.plan.formulas import bubble
 from summa3d.plan.papers import choices, claims, costs, limits, maps
-from summa3d.plan.papers.megatron import in_flight
 from summa3d.plan.papers.paper import load as load_paper
 from summa3d.plan.papers.paper import table_of
 from summa3d.plan.papers.report import report
+from summa3d.plan.programs.step import in_flight
 
 LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 

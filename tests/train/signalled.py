@@ -1,7 +1,7 @@
 """Signals to ranks, mpiexec and the launcher at every stage of a run, one job after the other: how each ends, and what is left.
 
-`python signalled.py FOLDER SEED NUMBER RANKS [SECONDS]` in a mount namespace of its own, whose /dev/shm it may look at; started
-by test_signals.py. Jobs go on where the one before ended; the last comes to the numbers of the run that nobody disturbed.
+`python signalled.py FOLDER SEED NUMBER RANKS [SECONDS]` in a mount namespace of its own, whose /dev/shm it may look at, as
+test_signals.py starts it. Jobs go on where the one before ended; the last comes to the numbers of the run that nobody disturbed.
 """
 
 from __future__ import annotations

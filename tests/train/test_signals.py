@@ -220,7 +220,7 @@ import os, signal, subprocess, sys, time
 ranks = [
     subprocess.Popen(["sleep", "60"], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": str(rank)}) for rank in range(2)
 ]
-time.sleep(1)
+time.sleep(3)
 for rank in map(int, sys.argv[2:]):
     ranks[rank].send_signal(int(sys.argv[1]) if rank == 0 else signal.SIGKILL)
     ranks[rank].wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...cluster import Cluster, load
 from ..formulas import hardware_flops
-from .megatron import in_flight, step
+from ..programs.step import in_flight, step
 from .paper import table_of
 
 TENSOR = (1, 2, 4, 8)

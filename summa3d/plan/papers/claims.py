@@ -20,13 +20,14 @@ from ..cells import BLOCK, cells
 from ..formulas import bubble
 from ..links import members
 from ..price import Prices
+from ..programs.step import HALF, step
 from ..replay import replay
 from . import limits
 from .figures import drawn
 from .fit import Numbers
-from .megatron import HALF, in_unit, step
 from .paper import block_work, table_of
 from .paper import load as load_paper
+from .units import in_unit
 
 GPT3 = {"hidden": 12288, "heads": 96, "layers": 96, "tp": 8, "pp": 12, "gpus": 96, "micro_batch": 1}
 SMALL = {"hidden": 3840, "heads": 32, "layers": 32, "gpus": 64, "micro_batch": 1}

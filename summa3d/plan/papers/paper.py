@@ -15,10 +15,10 @@ from ...errors import ConfigError, nearest
 from ...files import read_toml
 from ...nn.config import ModelConfig
 from ..cells import BLOCK, cells
+from ..programs.programs import PROGRAMS, edited
 from ..replay import UnorderedWork
-from . import megatron, sharded
+from . import sharded, units
 from .fit import NumberRanges, Numbers, Predict, ReportedNumber
-from .profiles import edited
 
 FOLDER = Path(__file__).with_name("tables")
 UNITS = ("tflops", "model_tflops", "mfu", "sequences", "seconds")
@@ -83,7 +83,7 @@ def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
 def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[str, Any]) -> UnorderedWork:
     """What a row's blocks do for one sequence, on axes of the order and tile of `how`; of inference the forward."""
     setting = _setting(given, given["axes"], given["batch"], table["sequence"], dropout=0.1, tile=given.get("tile"))
-    cell = edited(cells(setting)[BLOCK], given["profile"])
+    cell = edited(cells(setting)[BLOCK], PROGRAMS[given["profile"]].edits)
     order = how["order"].split(",") if "order" in how else None
     topology = Topology.checked(given["axes"], order, how.get("tile"))
     trace = cell.forward if "sequences" in given else (*cell.forward, *cell.backward)
@@ -108,7 +108,7 @@ def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
         cluster = load_cluster(name)
         if "device" in given:
             cluster = cluster.replaced(table["device"][given["device"]], "datasheet")
-        predict = sharded.predictor(whole) if program else megatron.predictor(whole, cluster)
+        predict = sharded.predictor(whole) if program else units.predictor(whole, cluster)
         texts, marks = (given["name"], given["use"], given["series"]), (given.get("corrected"), given.get("erratum", ""))
         numbers = Numbers(cluster, program)
         yield ReportedNumber(*texts, whole["gpus"], numbers, reported, *marks, predict, given.get("group", ""), whole["batch"])

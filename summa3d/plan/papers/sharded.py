@@ -10,10 +10,11 @@ from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
 from ..cells import BLOCK, cells
 from ..price import Prices, move
+from ..programs.programs import PROGRAMS, edited
+from ..programs.step import HALF, optimizer, setting
 from ..replay import UnorderedWork
 from .fit import Numbers, Predict
-from .megatron import HALF, in_unit, optimizer, setting
-from .profiles import edited
+from .units import in_unit
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class ShardedStep:
 def step(given: Mapping[str, Any]) -> ShardedStep:
     """The step of a row: hidden, heads, layers, gpus, micro_batch of a rank, batch of all; recompute ("full")."""
     ranks, layers, hidden = given["gpus"], given["layers"], given["hidden"]
-    whole = {name: edited(cell, given["profile"]) for name, cell in cells(setting({**given, "tp": 1})).items()}
+    whole = {name: edited(cell, PROGRAMS[given["profile"]].edits) for name, cell in cells(setting({**given, "tp": 1})).items()}
     topology = Topology.checked({"dp": ranks})
     trace = [op for name, times in ((ENTER, 1), (BLOCK, layers), (LEAVE, 1)) for way in whole[name] for op in way * times]
     block, ends = 12 * hidden**2, given["vocabulary"] * hidden

@@ -1,4 +1,4 @@
-"""The papers' programs, as edits of the library's own traces; only tables of papers use them."""
+"""What programs do otherwise than the library, as edits of the cells of its own traces."""
 
 from __future__ import annotations
 
@@ -78,6 +78,70 @@ def causal(trace: OpTrace) -> Iterable[Op]:
     return (op._replace(batch=op.batch // 2) if op.name == "attention" else op for op in trace)
 
 
+OWN = ("cat", "clone", "stack", "copy_", "_to_copy", "sum_parts", "ge", "lt", "bitwise_and", "sub", "clamp")
+"""Element-wise operations of our own products, collectives and tables that programs with NCCL and fused weights lack."""
+
+
+@of_each_trace
+def as_nccl(trace: OpTrace) -> Iterable[Op]:
+    """NCCL adds up inside its collectives, and weights that are multiplied together lie together."""
+    return (op for op in trace if op.kind != "elements" or not op.name.startswith(OWN))
+
+
+@of_each_trace
+def accumulated(trace: OpTrace) -> Iterable[Op]:
+    """Products of weights' gradients add to the 32-bit sum of the micro-batches, which they read and write: in cuBLAS, β = 1."""
+    for op in trace:
+        if op.kind == "product" and op.name == "tn" and op.phase == "backward":
+            op = op._replace(read=op.read + 4 * op.m * op.n, written=4 * op.m * op.n)
+        yield op
+
+
+@of_each_trace
+def accumulated_apart(trace: OpTrace) -> Iterable[Op]:
+    """A weight's gradient is written in 16 bits, and then added to the 32-bit sum."""
+    for op in trace:
+        yield op
+        if op.kind == "product" and op.name == "tn" and op.phase == "backward":
+            size = op.m * op.n
+            yield Op("elements", op.phase, op.layer, "accumulate", read=6 * size, written=4 * size, dtype="float32")
+
+
+EAGER = {"rms_norm": 5.0, "rotate": 5.0, "swiglu": 1.7, "layer_norm": 1.0, "bias_gelu": 1.5, "cross_entropy": 4.0}
+"""How the name of a fused operation begins → how many times its bytes its parts pass, with sums in 32 bits."""
+
+
+@of_each_trace
+def eager(trace: OpTrace) -> Iterable[Op]:
+    """Without a compiler norms, rotations, activations and losses are several kernels, each of which passes all elements."""
+    for op in trace:
+        times = next((many for name, many in EAGER.items() if op.kind == "elements" and op.name.startswith(name)), 1.0)
+        yield op._replace(read=int(times * op.read), written=int(times * op.written)) if times > 1 else op
+
+
+def core_again(cell: Cell) -> Cell:
+    """Fused attention is computed again before its backward, in place of keeping its output."""
+    core = [op._replace(phase="recompute") for op in cell.forward if op.name == "attention"]
+    return cell._replace(backward=(*core, *cell.backward))
+
+
+def half_again(cell: Cell) -> Cell:
+    """Every second product is computed again, and all element-wise work: torchtitan's selective checkpoints."""
+    products = [op for op in cell.forward if op.kind == "product" and op.name != "attention"]
+    again = [*products[1::2], *(op for op in cell.forward if op.kind == "elements")]
+    return cell._replace(backward=(*(op._replace(phase="recompute") for op in again), *cell.backward))
+
+
+def in_contexts(contexts: int) -> Edit:
+    """Attention of a context's positions with the keys and values of all contexts, which come around a ring."""
+
+    @of_each_trace
+    def longer(trace: OpTrace) -> Iterable[Op]:
+        return (op._replace(n=op.n * contexts) if op.name == "attention" else op for op in trace)
+
+    return longer
+
+
 def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
     """A cell without the element-wise operations of these names in a layer."""
 
@@ -86,21 +150,3 @@ def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
         return (op for op in trace if op.kind != "elements" or op.name not in names or not op.layer.endswith(layer))
 
     return rest(cell)
-
-
-PROFILES: dict[str, tuple[Edit, ...]] = {
-    "summa3d": (),
-    "megatron-2020": (distributed_checkpoints,),
-    "optimus-2021": (workspace_copies,),
-    "megatron-2021": (fused_softmax, strided_attention, sums_of_halves),
-    "megatron-2021-unfused": (strided_attention, sums_of_halves, unfused),
-    "fsdp-2023": (causal, strided_attention),
-}
-"""Name of a program → its edits of a cell."""
-
-
-def edited(cell: Cell, profile: str) -> Cell:
-    """A cell as a profile's program runs it."""
-    for edit in PROFILES[profile]:
-        cell = edit(cell)
-    return cell

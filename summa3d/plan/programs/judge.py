@@ -1,0 +1,117 @@
+"""How well rows are predicted: errors, the band that is printed, a null model, and the order of utilisations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from math import sqrt
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from ...errors import Summa3dError
+from ...files import read_toml
+from .memory import bytes_of
+from .rows import MeasuredStep
+from .step import step
+
+FILE = Path(__file__).with_name("bands.toml")
+FEWEST = 4
+"""Rows of one GPU or cluster below which it has no null model of its own."""
+
+
+@cache
+def bands() -> dict[str, Any]:
+    """The stored bands, as `python -m papers bands` makes them."""
+    return read_toml(FILE)
+
+
+def band_of(program: str, device: str) -> tuple[float, bool]:
+    """The half-width of the band, a part of the predicted seconds, and whether it is of rows of this program on this device.
+
+    Where there are none, it is the pooled band of machines whose own rows were left out.
+    """
+    own = bands()["validated"].get(program, {})
+    return (float(own[device]), True) if device in own else (float(bands()["pooled"]), False)
+
+
+def judged(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
+    """What `summa3d plan --rows FILE --json` prints: each row, and for all and for each device a summary."""
+    every = [_line(row) for row in rows]
+    refused = [line for line in every if "refused" in line]
+    rows, lines = (
+        [row for row, line in zip(rows, every, strict=True) if line not in refused],
+        [line for line in every if line not in refused],
+    )
+    devices = dict.fromkeys(row.device for row in rows)
+    groups = {device: [place for place, row in enumerate(rows) if row.device == device] for device in devices}
+    return {
+        "rows": every,
+        "refused": len(refused),
+        "summary": summary(rows, lines) if rows else None,
+        "devices": {
+            device: summary([rows[place] for place in places], [lines[place] for place in places])
+            for device, places in groups.items()
+        },
+    }
+
+
+def _line(row: MeasuredStep) -> dict[str, Any]:
+    """A row with what is predicted of it."""
+    try:
+        predicted, memory = step(row.given).seconds(row.cluster), bytes_of(row.given)
+    except Summa3dError as error:
+        return {"name": row.name, "program": row.program, "device": row.device, "refused": str(error)}
+    width, validated = band_of(row.program, row.device)
+    line = {"name": row.name, "program": row.program, "device": row.device, "seconds": row.seconds, "predicted": predicted}
+    line |= {"error": predicted / row.seconds - 1, "band": width, "validated": validated}
+    line["inside"] = abs(row.seconds / predicted - 1) <= width
+    line |= {"utilisation": row.utilisation(row.seconds), "predicted_utilisation": row.utilisation(predicted)}
+    tokens = row.given["batch"] * row.given["sequence"] / row.given["gpus"]
+    line |= {"tokens_s_gpu": tokens / row.seconds, "predicted_tokens_s_gpu": tokens / predicted}
+    return line | {"memory": row.memory or None, "predicted_memory": memory, "remarks": list(row.remarks)}
+
+
+def summary(rows: Sequence[MeasuredStep], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Errors as parts, how many rows lie inside their band, the null model beside it, and the order of utilisations."""
+    result: dict[str, Any] = {"n": len(rows), **_sizes([line["error"] for line in lines])}
+    result["bias"] = median(line["error"] for line in lines)
+    result["inside"] = mean(line["inside"] for line in lines)
+    result["band"] = median(line["band"] for line in lines)
+    result["null"] = null_model(rows)
+    result |= order([line["utilisation"] for line in lines], [line["predicted_utilisation"] for line in lines])
+    memory = [line["predicted_memory"] / line["memory"] - 1 for line in lines if line["memory"]]
+    return result | {"memory": _sizes(memory) | {"n": len(memory)} if memory else None}
+
+
+def _sizes(errors: Sequence[float]) -> dict[str, float]:
+    sizes = [abs(error) for error in errors]
+    return {"median": median(sizes), "mean": mean(sizes), "max": max(sizes)}
+
+
+def null_model(rows: Sequence[MeasuredStep]) -> dict[str, float] | None:
+    """The errors of one constant for each device: the median utilisation of its other rows. None where no device has enough."""
+    errors = []
+    for device in dict.fromkeys(row.device for row in rows):
+        alike = [row for row in rows if row.device == device]
+        utilisations = [row.utilisation(row.seconds) for row in alike]
+        if len(alike) >= FEWEST:
+            for place, own in enumerate(utilisations):
+                constant = median(utilisations[:place] + utilisations[place + 1 :])
+                errors.append(own / constant - 1)
+    return _sizes(errors) if errors else None
+
+
+def order(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, float | None]:
+    """Spearman's correlation, and Kendall's tau-b with what 95 % of random orders stay below; None below three rows."""
+    if len(measured) < 3 or len(set(measured)) == 1 or len(set(predicted)) == 1:
+        return {"spearman": None, "kendall": None, "kendall_by_chance": None}
+    from scipy.stats import kendalltau, spearmanr
+
+    n = len(measured)
+    chance = 1.645 * sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)))
+    return {
+        "spearman": float(spearmanr(measured, predicted)[0]),
+        "kendall": float(kendalltau(measured, predicted)[0]),
+        "kendall_by_chance": chance,
+    }

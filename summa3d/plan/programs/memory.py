@@ -1,0 +1,48 @@
+"""Bytes that a rank of a program's step holds: its part of weights, gradients and moments, activations, and a reserve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...dry.record import ENTER, LEAVE
+from ...dry.step import Setting, run
+from .step import block_parameters, in_flight, setting, stage_layers
+
+RESERVE = 2.5 * 2**30
+"""Bytes of a context, of NCCL's buffers and of kernels' workspace."""
+FRAGMENTS = 1.06
+"""What an allocator takes over what tensors hold."""
+
+
+def bytes_of(given: Mapping[str, Any]) -> float:
+    """The bytes of the first stage of a row, as `step.step` takes it: 16-bit weights, 32-bit sums, masters and moments.
+
+    With shards (ZeRO-3, FSDP) all are cut, and one block is whole twice: its weights and the next's. With zero 1 masters and
+    moments are cut over replicas and contexts. Activations are those that the dry run holds of a block, for the micro-batches in
+    flight.
+    """
+    tp, pp, chunks, shards = given["tp"], given["pp"], given.get("chunks", 1), given.get("shards", 1)
+    layers = max(stage_layers(given["layers"], pp * chunks, given.get("slots", 0))) * chunks
+    block = block_parameters(given) / tp
+    held = block * layers + (2 if pp == 1 else 1) * given["vocabulary"] * given["hidden"] / tp
+    copies = given["dp"] * given.get("cp", 1) if given.get("zero", 0) else 1
+    states = held / shards * (2 + 4 + 12 / copies) + (2 * 2 * 2 * block if shards > 1 else 0)
+    of_block, of_enter, top_of_leave = _activations(setting(given))
+    flying = in_flight(pp, chunks, max(1, given["batch"] // (given["dp"] * shards * given["micro_batch"])))
+    activations = flying * (layers * of_block + of_enter) + (top_of_leave if pp == 1 else 0)
+    return float(FRAGMENTS * (states + activations) + RESERVE)
+
+
+_known: dict[str, tuple[int, int, int]] = {}
+"""`_activations` of this process, by their setting."""
+
+
+def _activations(setting: Setting) -> tuple[int, int, int]:
+    """Bytes that the forward of a block, and of what comes before the blocks, leaves; and the most of what comes after them."""
+    key = repr(setting)
+    if key not in _known:
+        parts = [segment for segment, _ in run(setting).parts]
+        block, enter = (sum(one.net for one in parts if one.cell == cell and not one.backward) for cell in ("0", ENTER))
+        _known[key] = block, enter, max((one.top for one in parts if one.cell == LEAVE), default=0)
+    return _known[key]

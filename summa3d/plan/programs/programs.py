@@ -1,0 +1,136 @@
+"""Programs as data: what each does otherwise than the library, its switches, and how it computes again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import reduce
+from typing import NamedTuple
+
+from ...cluster import Cluster
+from ...errors import ConfigError, nearest
+from ..cells import Cell
+from .edits import (
+    Edit,
+    accumulated,
+    accumulated_apart,
+    as_nccl,
+    causal,
+    core_again,
+    distributed_checkpoints,
+    eager,
+    fused_softmax,
+    half_again,
+    strided_attention,
+    sums_of_halves,
+    unfused,
+    workspace_copies,
+)
+
+SWITCHES = {
+    "fused_attention": "attention is one kernel that keeps no scores",
+    "causal": "that kernel leaves out the blocks of scores above the diagonal",
+    "fused_accumulation": "products of weights' gradients add to the sum of the micro-batches themselves",
+    "overlap_tp": "gathers and sums of tensor parallelism run behind the product beside them, piece by piece",
+    "overlap_p2p": "messages of the pipeline run behind other micro-batches",
+    "overlap_gradients": "sums of gradients over replicas run behind the last backward",
+    "overlap_parameters": "gathers of updated parameters run behind the next forward",
+    "prefetch": "gathers of a layer's weights run behind the layer before",
+    "compile": "element-wise operations beside each other are one kernel",
+}
+"""Name of a switch → what holds where it is on."""
+FSDP = {"fused_attention": True, "causal": True, "prefetch": True, "compile": True}
+CONTENTION = 0.7
+"""Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
+MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "compile")}
+
+
+class PricedProgram(NamedTuple):
+    """A program.
+
+    about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
+    computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device.
+    sums : dtype in which shards of weights' gradients are added up. contention : the part of their time for which gathers of
+    weights slow down the arithmetic that they run behind. newer : whether its libraries are those of 2022 and later.
+    """
+
+    about: str
+    edits: tuple[Edit, ...] = ()
+    switches: Mapping[str, bool] = {}
+    selective: Edit | None = None
+    kernel: str = ""
+    sums: str = "bfloat16"
+    contention: float = 0.0
+    newer: bool = False
+
+
+PROGRAMS = {
+    "summa3d": PricedProgram("this library"),
+    "megatron-2020": PricedProgram("Megatron-LM as of 2020", (distributed_checkpoints,)),
+    "optimus-2021": PricedProgram("Optimus", (workspace_copies,)),
+    "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
+    "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
+    "fsdp-2023": PricedProgram("MPT by torch's FSDP", (causal, strided_attention)),
+    "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True),
+    "nanotron": PricedProgram(
+        "Nanotron",
+        (as_nccl,),
+        {"fused_attention": True, "causal": True, "fused_accumulation": False},
+        core_again,
+        "flash2",
+        newer=True,
+    ),
+    "fsdp": PricedProgram(
+        "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True
+    ),
+    "fsdp2": PricedProgram("torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True),
+    "deepspeed-zero": PricedProgram(
+        "DeepSpeed's ZeRO", (as_nccl,), FSDP | {"overlap_gradients": True}, core_again, "flash2", "bfloat16", CONTENTION, True
+    ),
+}
+"""Name → program."""
+ALIASES = {
+    "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "internevo", "maxtext", "colossal"),
+    "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "axolotl", "torchtune"),
+    "fsdp": ("mosaicml", "llm-foundry", "composer", "mpt"),
+    "deepspeed-zero": ("deepspeed", "zero"),
+    "nanotron": ("nanotron",),
+}
+"""Name of a program → how others begin whose steps are priced as its."""
+
+
+def program_of(name: str) -> tuple[str, PricedProgram]:
+    """The program of a name, or of one that begins as an alias does; and its own name. Raises ConfigError for others."""
+    key = name.strip().lower().replace("_", "-")
+    if key in PROGRAMS:
+        return key, PROGRAMS[key]
+    for own, begins in ALIASES.items():
+        if any(key.startswith(one) for one in (own, *begins)):
+            return own, PROGRAMS[own]
+    raise ConfigError(f"unknown program {name!r}; the nearest is {nearest(key, list(PROGRAMS))}. Known: {', '.join(PROGRAMS)}.")
+
+
+def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
+    """The cluster with the rate of fused attention by the program's kernel."""
+    if not program.kernel or not cluster["attention.forward"]:
+        return cluster
+    part = cluster[f"attention.{program.kernel}"]
+    return cluster.replaced({key: part * cluster[key] for key in ("attention.forward", "attention.backward")}, "assumed")
+
+
+def edited(cell: Cell, edits: Iterable[Callable[[Cell], Cell]]) -> Cell:
+    """A cell after all edits."""
+    return reduce(lambda result, edit: edit(result), edits, cell)
+
+
+def edits_of(program: PricedProgram, on: Mapping[str, bool], recompute: str) -> tuple[Edit, ...]:
+    """The edits of a program whose switches are these, and which computes so much again."""
+    edits = [*program.edits]
+    if on.get("causal") and on.get("fused_attention"):
+        edits.append(causal)
+    if "fused_accumulation" in on:
+        edits.append(accumulated if on["fused_accumulation"] else accumulated_apart)
+    if on.get("compile") is False:
+        edits.append(eager)
+    if recompute == "selective" and program.selective and on.get("fused_attention"):
+        edits.append(program.selective)
+    return tuple(edits)

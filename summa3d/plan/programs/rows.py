@@ -1,0 +1,234 @@
+"""Measured rows from a file: what ran where, and how long a step took; each checked, and priced by its program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import isfinite, prod
+from pathlib import Path
+from typing import Any
+
+from ...cluster import Cluster, load
+from ...errors import ConfigError, Summa3dError
+from ...files import text_of
+from .devices import cluster_of, device_of
+from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
+from .step import block_parameters
+
+KEYS = {
+    **{"source": str, "program": str, "cluster": str, "gpu": str, "gpus_per_node": int, "network": str, "model": dict},
+    **{"gpus": int, "grid": dict, "chunks": int, "micro_batch": int, "batch": int, "sequence": int, "dtype": str},
+    **{"recompute": str, "switches": dict, "seconds": float, "tokens_s_gpu": float, "memory_gib": float, "note": str},
+}
+NEEDED = ("program", "model", "gpus", "batch", "sequence")
+MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence", "name", "tied", "tied_head", "top_k")
+SIZES = ("layers", "hidden", "heads", "vocabulary")
+GRID = ("tp", "sp", "pp", "cp", "ep", "fsdp", "dp")
+MORE = ("zero", "attention_dropout", "dropout", "scatter")
+"""Switches that are not on or off."""
+RECOMPUTE = ("none", "selective", "full")
+DTYPES = {"fp8": 1.4, "float8": 1.4, "mxfp8": 1.4, "fp32": 0.5, "float32": 0.5, "tf32": 0.5}
+"""How a dtype begins → the rate of its products beside those in 16 bits; fp32 is TF32."""
+FAMILIES = {"llama": "llama", "mistral": "llama", "qwen": "llama", "gemma": "llama", "gpt": "gpt2", "bert": "bert", "mpt": "gpt2"}
+"""How a family's name begins → the family whose block has as many products."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A measured step.
+
+    name : its place in the file and what it is. program : whose step is priced. device : what null models have in common.
+    given : as `step.step` takes it. seconds : measured. memory : bytes measured on a rank, 0 where none were. remarks : what of
+    the row is not priced, or priced as something else. source : where it is printed.
+    """
+
+    name: str
+    program: str
+    device: str
+    cluster: Cluster
+    given: Mapping[str, Any]
+    seconds: float
+    memory: float
+    remarks: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Operations of a step that computes nothing again: six a parameter and token, and attention's of causal scores."""
+        given = self.given
+        count = given["layers"] * block_parameters(given) + given["vocabulary"] * given["hidden"]
+        scores = 6 * given["layers"] * given["hidden"] * given["sequence"]
+        return float((6 * count + scores) * given["batch"] * given["sequence"])
+
+    def utilisation(self, seconds: float) -> float:
+        """The part of the peak at which a step of so many seconds computes."""
+        return self.flops / self.given["gpus"] / self.cluster.peak("bfloat16") / seconds
+
+
+def read(path: Path) -> list[MeasuredStep]:
+    """The rows of a JSON file: a list, or a table whose `rows` is one. Raises ConfigError, which names all faults of all rows."""
+    try:
+        table = json.loads(text_of(path))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}.") from None
+    rows = table.get("rows") if isinstance(table, dict) else table
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise ConfigError(f'{path} has no rows: it takes a list of tables, or {{"rows": […]}}.')
+    found, faults = [], []
+    for number, row in enumerate(rows, start=1):
+        problems = list(_faults(row))
+        if not problems:
+            try:
+                found.append(_row(number, row))
+            except Summa3dError as error:
+                problems = [str(error)]
+        faults += [f"row {number}: {one}" for one in problems]
+    if faults:
+        raise ConfigError(f"{path}: {len(faults)} fault{'s' if len(faults) > 1 else ''}.\n  " + "\n  ".join(faults))
+    return found
+
+
+def _faults(row: Mapping[str, Any]) -> Iterator[str]:
+    """All that is wrong with a row by itself."""
+    yield from (f"it lacks {key}" for key in NEEDED if row.get(key) is None)
+    for key, kind in KEYS.items():
+        value = row.get(key)
+        if value is not None and not _is(value, kind):
+            yield f"{key} = {value!r} is no {kind.__name__}"
+    if row.get("cluster") is None and row.get("gpu") is None:
+        yield "it lacks cluster, or gpu (with gpus_per_node and network)"
+    times = [row[key] for key in ("seconds", "tokens_s_gpu") if _is(row.get(key), float)]
+    if len(times) != 1 or not (isfinite(times[0]) and times[0] > 0):
+        yield "it takes seconds or tokens_s_gpu, one number above 0"
+    sizes = [("", key) for key in ("gpus", "batch", "sequence", "micro_batch", "chunks", "gpus_per_node")]
+    sizes += [("model", key) for key in (*SIZES, "kv_heads", "ffn")]
+    sizes += [("grid", key) for key in GRID if key != "sp"]
+    for part, key in sizes:
+        table = row.get(part) if part else row
+        value = table.get(key) if isinstance(table, dict) else None
+        name = f"{part}.{key}" if part else key
+        if value is not None and not (_is(value, int) and value >= 1):
+            yield f"{name} = {value!r} is no whole number of at least 1"
+        if value is None and part == "model" and key in SIZES and isinstance(table, dict):
+            yield f"it lacks {name}"
+    if _is(row.get("recompute"), str) and recompute_of(row["recompute"]) is None:
+        yield f"recompute = {row['recompute']!r} is none of {', '.join(RECOMPUTE)}"
+
+
+def recompute_of(text: str) -> str | None:
+    """What is computed again, by the first letters of what a row says; None where it says something else."""
+    return next((kind for kind in RECOMPUTE if text.lower().startswith(kind[:3])), "none" if text in ("", "no") else None)
+
+
+def _is(value: Any, kind: type) -> bool:
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+
+def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
+    """A row without faults of its own. Raises ConfigError and ClusterError where its parts do not fit each other."""
+    name, program, remarks = _program_of(row)
+    model, switches = row["model"], dict(row.get("switches") or {})
+    if row.get("cluster") is not None:
+        cluster, device = load(row["cluster"]), row["cluster"]
+    else:
+        cluster, device = (
+            cluster_of(row["gpu"], row.get("gpus_per_node"), row.get("network"), program.newer),
+            device_of(row["gpu"]),
+        )
+    cluster = _in_dtype(on_cluster(program, cluster), str(row.get("dtype") or "bfloat16").lower(), remarks)
+    on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
+    family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
+    grid = grid_of(row)
+    given = {
+        **{key: model[key] for key in (*SIZES, "kv_heads", "ffn") if model.get(key)},
+        **{"family": family, "sequence": row["sequence"], "profile": name, "gpus": row["gpus"], "batch": row["batch"]},
+        **grid,
+        "scheme": "oned-sp" if (row.get("grid") or {}).get("sp") and grid["tp"] > 1 else "oned",
+        **{"chunks": row.get("chunks") or 1, "recompute": recompute_of(row.get("recompute") or "none"), "switches": on},
+        "dropout": 0.0,
+        "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
+    }
+    if family != "llama":
+        given.pop("kv_heads", None)
+    if model.get("top_k"):
+        given["ffn"] = model["top_k"] * (model.get("ffn") or 4 * model["hidden"])
+        remarks.append(f"experts are priced as a feed-forward of {model['top_k']} times the width")
+    copies = grid["dp"] * grid["shards"]
+    given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
+    zero = int(switches.get("zero", 1 if grid["shards"] == 1 else 3))
+    given["zero"] = zero
+    if zero == 3 and given["shards"] == 1:
+        given |= {"shards": given["dp"], "dp": 1}
+    tokens = row["batch"] * row["sequence"]
+    seconds = row.get("seconds") or tokens / row["tokens_s_gpu"] / row["gpus"]
+    said = f"{number}: {program_name(row, model, given)}"
+    remarks += [
+        f"{part}{key} is not priced"
+        for part, table, known in (
+            ("", row, KEYS),
+            ("model.", model, MODEL),
+            ("grid.", row.get("grid") or {}, GRID),
+            ("switches.", switches, (*SWITCHES, *MORE)),
+        )
+        for key in sorted(table.keys() - set(known))
+    ]
+    memory = float(row.get("memory_gib") or 0) * 2**30
+    return MeasuredStep(said, name, str(device), cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+
+
+def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
+    """The name of a row's program, the program, and what there is to say of it: one that is not known is priced as its like."""
+    try:
+        name, program = program_of(row["program"])
+    except ConfigError:
+        grid = row.get("grid") or {}
+        name = "fsdp2" if grid.get("fsdp", 1) > 1 or grid.get("tp", 1) * grid.get("pp", 1) == 1 else "megatron-core"
+        program = PROGRAMS[name]
+    return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
+
+
+def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> Cluster:
+    """The cluster with the rate of products in other dtypes than 16 bits; what is assumed is added to `remarks`."""
+    times = next((times for begin, times in DTYPES.items() if dtype.startswith(begin)), 1.0)
+    if times == 1.0:
+        return cluster
+    remarks.append(f"products in {dtype} are assumed at {times:g} times the rate of those in 16 bits")
+    return cluster.replaced({"product.efficiency": min(1.0, times * cluster["product.efficiency"])}, "assumed")
+
+
+def program_name(row: Mapping[str, Any], model: Mapping[str, Any], given: Mapping[str, Any]) -> str:
+    """A row in a few words."""
+    size = model.get("name") or f"{given['layers']} × {given['hidden']}"
+    axes = " ".join(f"{key} {given[key]}" for key in ("tp", "pp", "cp", "shards", "dp") if given[key] > 1)
+    where = f"{given['gpus']} {row.get('gpu') or row.get('cluster')}"
+    return f"{row['program']}, {size}, {where}, {axes or 'tp 1'}, b {given['micro_batch']}"
+
+
+def grid_of(row: Mapping[str, Any]) -> dict[str, int]:
+    """tp, pp, cp, shards and dp of a row, whose product are its GPUs; contexts and experts may lie within shards or replicas.
+
+    Raises ConfigError where no reading of its grid has as many ranks.
+    """
+    grid, gpus = row.get("grid") or {}, row["gpus"]
+    tp, pp, cp, shards = (grid.get(key) or 1 for key in ("tp", "pp", "cp", "fsdp"))
+    inner = tp * pp
+    dp = grid.get("dp") or max(1, gpus // (inner * cp * shards))
+    for found in (
+        {"cp": cp, "shards": shards, "dp": dp},
+        {"cp": cp, "shards": shards, "dp": max(1, dp // shards)},
+        {"cp": cp, "shards": max(1, shards // cp), "dp": dp},
+        {"cp": cp, "shards": max(1, shards // cp), "dp": 1},
+        {"cp": cp, "shards": 1, "dp": max(1, dp // cp)},
+        {"cp": cp, "shards": shards, "dp": max(1, gpus // (inner * cp * shards))},
+    ):
+        if inner * prod(found.values()) == gpus:
+            return {"tp": tp, "pp": pp, **found}
+    raise ConfigError(
+        f"grid {dict(grid)} has tp·pp·cp·fsdp·dp = {inner * cp * shards * dp} ranks, and the row {gpus} GPUs; "
+        f"with tp {tp}, pp {pp}, cp {cp}, fsdp {shards}, dp {gpus / (inner * cp * shards):g} would fit."
+    )

@@ -1,0 +1,186 @@
+"""A training step of a program on devices: stages of a pipeline, contexts, replicas or shards of weights around tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...comm.topology import Topology
+from ...dry.record import ENTER, LEAVE, Op
+from ...dry.step import Setting
+from ...layout import split_sizes
+from ...nn.config import ModelConfig
+from ..cells import BLOCK, Cell, OpTrace, cells
+from ..predict import PredictedStep
+from ..price import move
+from .edits import in_contexts
+from .programs import PROGRAMS, edited, edits_of
+
+ORDER = ("y", "cp", "shards", "dp", "pp")
+"""Ranks of a tensor-parallel group are neighbours, then contexts, shards of weights, replicas, stages."""
+OPTIMIZER_BYTES = 46
+"""Bytes of memory that a step passes for each parameter: 16-bit gradient to float32 (2 + 4), unscaled (4 + 4), its norm (4), Adam
+(16 read, 12 written)."""
+HALF = "bfloat16"
+
+
+def step(given: Mapping[str, Any]) -> PredictedStep:
+    """The step of a row: profile (its program), hidden, heads, layers, tp, pp, dp, batch, micro_batch, and its sizes.
+
+    May have chunks (1), recompute ("full"), cp (1), shards (1: of weights, gathered before use), switches, dropout (0.1).
+    slots : layers' places in the pipeline that the embedding and the head take, one each. zero : 1, where each replica updates
+    a part of the parameters. scatter : whether messages of the pipeline travel in parts.
+    """
+    tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
+    contexts, shards = given.get("cp", 1), given.get("shards", 1)
+    on = {**PROGRAMS[given["profile"]].switches, **given.get("switches", {})}
+    stages = stage_layers(given["layers"], pp * chunks, given.get("slots", 0))
+    ends = given["vocabulary"] * given["hidden"] // tp
+    held = block_parameters(given) * max(stages) * chunks // tp + ends
+    words = given["micro_batch"] * given["sequence"] * given["hidden"] // contexts
+    of_cells, behind = _cells(given, on), dict[tuple[str, bool], OpTrace]()
+    if on.get("overlap_tp") and tp > 1:
+        of_cells, behind = _in_pieces(of_cells, tp)
+    for (name, backward), ops in _outside(given, on, ends).items():
+        if on.get("prefetch", True) or ops[0].axis == "cp":
+            behind[name, backward] = (*behind.get((name, backward), ()), *ops)
+        else:
+            of_cells[name] = _with(of_cells[name], backward, ops)
+    late, early, after = _after(held // shards, given, on)
+    messages = () if pp == 1 or (on.get("overlap_p2p") and chunks > 1) else _messages(words, tp, given.get("scatter", True))
+    return PredictedStep(
+        of_cells,
+        Topology.checked({"y": tp, "cp": contexts, "shards": shards, "dp": dp, "pp": pp}, ORDER),
+        "interleaved" if chunks > 1 else "1f1b",
+        stages,
+        max(1, -(-given["batch"] // (dp * shards * given["micro_batch"]))),
+        messages,
+        after,
+        given.get("overlap", False),
+        behind,
+        late,
+        early,
+        PROGRAMS[given["profile"]].contention,
+    )
+
+
+def _cells(given: Mapping[str, Any], on: Mapping[str, bool]) -> dict[str, Cell]:
+    """The cells as the program runs them."""
+    edits = edits_of(PROGRAMS[given["profile"]], on, given.get("recompute", "full"))
+    edits += (in_contexts(given.get("cp", 1)),) * (given.get("cp", 1) > 1)
+    return {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
+
+
+def setting(given: Mapping[str, Any]) -> Setting:
+    """The cells of a row: one micro-batch, of one context, on a stage's tensor-parallel ranks."""
+    tp, dropout = given["tp"], given.get("dropout", 0.1)
+    kv_heads = given.get("kv_heads")
+    model = ModelConfig(
+        layers=1,
+        hidden=given["hidden"],
+        heads=given["heads"],
+        sequence=given["sequence"] // given.get("cp", 1),
+        vocabulary=-(-given["vocabulary"] // tp) * tp,
+        dropout=dropout,
+        attention_dropout=given.get("attention_dropout", dropout),
+        **{key: given[key] for key in ("family", "ffn") if key in given},
+        **({"kv_heads": max(kv_heads, tp)} if kv_heads else {}),
+    )
+    recompute = given.get("recompute", "full")
+    fused = not model.attention_dropout
+    kind = "none" if recompute == "selective" and fused else recompute
+    scheme = given.get("scheme", "oned")
+    return Setting(model, given["micro_batch"], scheme, {"y": tp}, dtype=HALF, recompute=(kind, 1), on_device=True)
+
+
+def block_parameters(given: Mapping[str, Any]) -> int:
+    """Parameters of a block: GPT's, or Llama's with its heads of k and v and its gated feed-forward."""
+    hidden = int(given["hidden"])
+    ffn = given.get("ffn") or 4 * hidden
+    kv = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
+    gates = 3 if given.get("family") == "llama" else 2
+    return 2 * hidden**2 + 2 * hidden * kv + gates * hidden * ffn
+
+
+def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
+    """The layers of each stage; with two `slots`, the first and the last have one less."""
+    found = split_sizes(layers + slots, stages)
+    if slots:
+        found[0], found[-1] = found[0] - 1, found[-1] - 1
+    return tuple(found)
+
+
+def in_flight(ranks: int, chunks: int, micro_batches: int) -> float:
+    """Micro-batches whose inputs the first rank of a pipeline keeps, a fraction where it has chunks."""
+    return min(micro_batches, ranks * (1 + (ranks - 1) / (ranks * chunks))) if chunks > 1 else min(micro_batches, ranks)
+
+
+def _with(cell: Cell, backward: bool, ops: OpTrace) -> Cell:
+    return cell._replace(backward=(*ops, *cell.backward)) if backward else cell._replace(forward=(*ops, *cell.forward))
+
+
+def _in_pieces(of_cells: Mapping[str, Cell], pieces: int) -> tuple[dict[str, Cell], dict[tuple[str, bool], OpTrace]]:
+    """Cells whose gathers and sums along y keep the first of `pieces` pieces, and the others, which run behind products."""
+    kept, behind = {}, dict[tuple[str, bool], OpTrace]()
+    for name, cell in of_cells.items():
+        first, rest = [], []
+        for trace in cell:
+            first.append(tuple(op._replace(words=-(-op.words // pieces)) if op.axis == "y" else op for op in trace))
+            rest.append(tuple(op._replace(words=op.words - op.words // pieces) for op in trace if op.axis == "y"))
+        kept[name] = Cell(*first)
+        behind |= {(name, bool(way)): ops for way, ops in enumerate(rest) if ops}
+    return kept, behind
+
+
+def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dict[tuple[str, bool], tuple[Op, ...]]:
+    """What cells communicate along contexts, and shards of weights: keys and values around the ring, weights and gradients."""
+    contexts, shards, tp = given.get("cp", 1), given.get("shards", 1), given["tp"]
+    found: dict[tuple[str, bool], tuple[Op, ...]] = {}
+    if contexts > 1:
+        heads = max(given.get("kv_heads") or given["heads"], tp) // tp
+        keys = 2 * given["micro_batch"] * given["sequence"] // contexts * heads * (given["hidden"] // given["heads"])
+        ring = [move("all_gather", "cp", times * keys * (contexts - 1), HALF) for times in (1, 3)]  # gradients in 32 bits
+        found |= {(BLOCK, backward): (ring[backward],) for backward in (False, True)}
+    if shards > 1:
+        for name, many in ((BLOCK, block_parameters(given) // tp), (ENTER, ends), (LEAVE, ends)):
+            words = many * (shards - 1) // shards
+            gather = move("all_gather", "shards", words, HALF)
+            total = move("reduce_scatter", "shards", words, PROGRAMS[given["profile"]].sums)
+            found[name, False] = (*found.get((name, False), ()), gather)
+            found[name, True] = (*found.get((name, True), ()), gather, total)
+    return found
+
+
+def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
+    """What runs behind the last backward, what behind the next forward, and what comes after all, of a rank with `held`.
+
+    Of replicas that cp makes too, sums go along both axes.
+    """
+    copies = given["dp"] * given.get("cp", 1)
+    axis = "dp" if given.get("cp", 1) == 1 else "cp·dp"
+    words = held * (copies - 1) // copies
+    update = optimizer(-(-held // copies) if given.get("zero", 0) else held)
+    if copies == 1:
+        return (), (), (update,)
+    if not given.get("zero", 0):
+        total = move("all_reduce", axis, 2 * words, HALF, "optimizer")
+        return ((total,), (), (update,)) if on.get("overlap_gradients") else ((), (), (total, update))
+    if "overlap_gradients" not in on and "overlap_parameters" not in on:
+        total = move("all_reduce", axis, 2 * words, HALF, "optimizer")
+        return (), (), (total, update, move("all_gather", axis, words, HALF, "optimizer"))
+    total, whole = (move(kind, axis, words, HALF, "optimizer") for kind in ("reduce_scatter", "all_gather"))
+    late, early = on.get("overlap_gradients"), on.get("overlap_parameters")
+    after = (*(() if late else (total,)), update, *(() if early else (whole,)))
+    return (total,) if late else (), (whole,) if early else (), after
+
+
+def optimizer(held: int) -> Op:
+    """The update of so many parameters."""
+    return Op("elements", "optimizer", "", "adam", read=OPTIMIZER_BYTES * held)
+
+
+def _messages(words: int, tp: int, scatter: bool) -> tuple[Op, ...]:
+    """What a stage sends: with `scatter` each tensor rank sends its part, and the receivers gather the parts."""
+    if not scatter:
+        return (move("send", "pp", words, HALF),)
+    return move("send", "pp", words // tp, HALF), move("all_gather", "y", words * (tp - 1) // tp, HALF)
