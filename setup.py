@@ -53,6 +53,7 @@ setup(
     package_dir={"summa3d": "summa3d", "summa3d.kernels": "kernels"},
     package_data={
         "summa3d": ["py.typed", "clusters/*.toml"],
+        "summa3d.cli": ["help.json"],
         "summa3d.train": ["configs/*.toml"],
         "summa3d.sweep": ["files/*.toml"],
         "summa3d.plan": ["papers/tables/*.toml", "programs/*.toml", "search/*.toml"],

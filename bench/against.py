@@ -6,20 +6,17 @@ this checkout seems slower is measured again with three times the rounds before 
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 from against_cases import CASES, RANKS
-from common import ROOT, environment, note, save, verdict
+from common import ROOT, conclude, environment, note, options, printed, save
 
 MEAN, SLOWEST, AGAIN = 0.98, 0.93, 3
 """The least geometric mean, the least ratio of a case, and how many times the rounds a case below it is repeated with."""
@@ -33,11 +30,9 @@ Times = dict[str, dict[str, list[float]]]
 
 def main() -> None:
     """Race the two checkouts, and print the ratio of each case and whether the claims hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, 4, "Start the jobs of each checkout this many times.")
     parser.add_argument("folder", type=Path, metavar="DIR", help="The other checkout of summa3d: the older one.")
     parser.add_argument("--cases", help=f"Run these cases: NAME,…, of {', '.join(CASES)}. The default is all.")
-    parser.add_argument("--rounds", type=int, default=4, help="Start the jobs of each checkout this many times.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     names = args.cases.split(",") if args.cases else list(CASES)
     unknown = [name for name in names if name not in CASES]
@@ -59,12 +54,9 @@ def main() -> None:
             note(f"below {SLOWEST}, measured again with {AGAIN * args.rounds} rounds: {', '.join(slow)}")
             times |= raced(slow, AGAIN * args.rounds, paths)
     print("\n".join(lines(times)))
-    for claim, held in claims(times):
-        print(verdict(claim, held))
-    save(
-        {"kind": "against", "old": str(sides[OLD]), "new": str(sides[NEW]), "load": load, "again": slow, "seconds": times},
-        args.json,
-    )
+    conclude(claims(times))
+    sources = {side: str(folder) for side, folder in sides.items()}
+    save({"kind": "against", **sources, "load": load, "again": slow, "seconds": times}, args.json)
 
 
 def linked(sides: Mapping[str, Path], scratch: Path) -> dict[str, Path]:
@@ -100,22 +92,13 @@ def job(ranks: int, cases: Iterable[str], path: Path) -> dict[str, float]:
     environ = environment() | {"PYTHONPATH": str(path)}
     checkout = (path / "summa3d" / "__init__.py").resolve().parent.parent
     command = [sys.executable, "-m", "summa3d", "launch", "-n", str(ranks), str(WORKER), str(checkout), *cases]
-    done = subprocess.run(command, env=environ, cwd=path, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    seconds: dict[str, float] = json.loads(printed(command, environ, path).splitlines()[-1])
     return seconds
 
 
 def ratio(sides: Mapping[str, list[float]]) -> float:
     """Return the median time of the old side ÷ that of the new one: above 1, the new one is faster."""
     return median(sides[OLD]) / median(sides[NEW])
-
-
-def geometric_mean(ratios: Iterable[float]) -> float:
-    """Return the geometric mean."""
-    logarithms = [math.log(value) for value in ratios]
-    return math.exp(sum(logarithms) / len(logarithms))
 
 
 def interval(times: Times) -> tuple[float, float]:

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ranks import grid_layer, tell
+
 RANKS = (1, 2, 4, 8)
 WARM_UPS = 3
 SMALL, LARGE = 64, 131072
@@ -61,14 +63,7 @@ def timed(world: Any, act: Callable[[], object], samples: int, calls: int = 1) -
 
 
 def product(
-    world: Any,
-    algorithm: str,
-    grid: dict[str, int],
-    size: int,
-    dtype: str,
-    samples: int,
-    calls: int = 1,
-    layouts: Sequence[str] = (),
+    world: Any, layouts: Sequence[str], algorithm: str, grid: dict[str, int], size: int, dtype: str, samples: int, calls: int = 1
 ) -> float:
     """Return the seconds of C = A·B of square matrices, in the cuboid's layouts unless others are given."""
     import numpy as np
@@ -87,24 +82,14 @@ def product(
 
 def linear(world: Any) -> float:
     """Return the seconds of forward and backward of a linear layer, float32, on a grid of 2×2×2."""
-    import torch
-
     from summa3d import Grid
-    from summa3d.layout import distribute
-    from summa3d.nn import Linear, initialise, scheme
 
-    grid = Grid(world, {"x": 2, "y": 2, "z": 2})
-    cuboid = scheme("cuboid", grid)
-    layer = Linear(FEATURES, FEATURES, cuboid)
-    initialise(layer, cuboid, seed=1)
-    wholes = torch.randn((2, 8, TOKENS // 8, FEATURES), generator=torch.Generator().manual_seed(1))
-    x = distribute(wholes[0], grid, layer.input_layout).requires_grad_()
-    gradient = distribute(wholes[1], grid, layer.output_layout)
+    layer = grid_layer(FEATURES, Grid(world, {"x": 2, "y": 2, "z": 2}), (8, TOKENS // 8))
 
     def act() -> None:
-        layer(x).backward(gradient)
-        x.grad = None
-        layer.zero_grad(set_to_none=True)
+        layer.forward()
+        layer.backward()
+        layer.forget()
 
     return timed(world, act, samples=25)
 
@@ -172,15 +157,9 @@ def cases() -> dict[str, Case]:
     """Return all cases by name."""
     two_d = ("m:x k:y", "k:x n:y")
 
-    def of(ranks: int, algorithm: str, grid: Sequence[int], size: int, dtype: str, samples: int, calls: int = 1) -> Case:
-        layouts = () if algorithm == "cuboid" else two_d
-        shape = dict(zip("xyz", grid, strict=False))
-        return Case(
-            ranks,
-            partial(
-                product, algorithm=algorithm, grid=shape, size=size, dtype=dtype, samples=samples, calls=calls, layouts=layouts
-            ),
-        )
+    def of(ranks: int, algorithm: str, grid: Sequence[int], *sizes: Any) -> Case:
+        shape, layouts = dict(zip("xyz", grid, strict=False)), () if algorithm == "cuboid" else two_d
+        return Case(ranks, lambda world: product(world, layouts, algorithm, shape, *sizes))
 
     return {
         "product-cuboid-64-p1": of(1, "cuboid", (1, 1, 1), 64, "float64", 25, 400),
@@ -213,8 +192,7 @@ def main() -> None:
         if imported != source.resolve():
             sys.exit(f"{module.__name__} is imported from {imported}, not from {source.resolve()}, which is to be measured")
     seconds = {name: CASES[name].seconds(MPI.COMM_WORLD) for name in names}
-    if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(seconds))
+    tell(MPI.COMM_WORLD, seconds)
 
 
 if __name__ == "__main__":

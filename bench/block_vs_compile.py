@@ -8,7 +8,7 @@ from __future__ import annotations
 from statistics import median
 
 import torch
-from common import save, verdict
+from common import conclude, save
 from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 from plain_block import plain_stack
@@ -22,7 +22,7 @@ TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-4}
 
 def main() -> None:
     """Time both blocks, check that their outputs agree, and print whether the claims hold."""
-    parser = benchmark_parser("steps", 5, hidden=4096, heads=32, sequence=2048, batch=8, product=8192)
+    parser = benchmark_parser(__doc__, "steps", 5, hidden=4096, heads=32, sequence=2048, batch=8, product=8192)
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="bfloat16", help="Set the dtype of weights and activations.")
     args = parser.parse_args()
     device = taken(args.device, "a block's speed against torch.compile")
@@ -57,7 +57,7 @@ def main() -> None:
         "eager": lambda: step(plain),
         "product": lambda: torch.mm(a, b, out=c),
     }
-    times = in_turn(runs, args.calls, args.rounds, args.device)
+    times = in_turn(runs, args)
     speed = median(other / own for own, other in zip(times["ours"], times["compiled"], strict=True))
     rate = 2 * args.product**3 / median(times["product"])
     share = model_flops(case) / median(times["ours"]) / rate
@@ -69,8 +69,8 @@ def main() -> None:
         (f"≥ {SPEED:.1f}× the speed of torch.compile ({speed:.2f}×)", speed >= SPEED),
         (f"the model's flops at ≥ {SHARE:.0%} of that product's rate ({share:.0%})", share >= SHARE),
     ]
-    for claim, held in claims if args.device == "cuda" else ():
-        print(verdict(claim, held))
+    if args.device == "cuda":
+        conclude(claims)
     save({"kind": "compile", "device": device, "speed": speed, "share": share, "seconds": times}, args.json)
 
 

@@ -5,17 +5,13 @@ Both run forward and backward in the same processes, in turn, with equal weights
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from common import note, on_ranks, save, verdict
+from common import conclude, itself, note, options, save
+from ranks import Layer, on_machine, spread, tell
 
 RANKS = 8
 SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
@@ -26,17 +22,13 @@ TRANSPORTS = {"node": "yes", "mpi": "no"}  # SUMMA3D_NODE_MEMORY
 TRIALS = 1  # rounds of the trial that selects the entries
 FINALISTS = 2  # selected entries of each kind: oned, oned-sp, cuboids with one axis, cuboids with several
 TOLERANCE = 1e-4
-BOUND, FREE = (
-    "DTensor",
-    "DTensor, threads free",
-)  # the rank's main thread is bound to one core, as ours is; or the kernel places it
+BOUND, FREE = "DTensor", "DTensor, threads free"
+"""The rank's main thread is bound to one core, as ours is; or the kernel places it."""
 
 
 def main() -> None:
     """Run the benchmark on 8 ranks, through each transport asked for, and print whether the claims hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="Time this many rounds, after a warm-up round that is not counted.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE, for `summa3d report`.")
+    parser = options(__doc__, 7)
     parser.add_argument(
         "--through",
         nargs="+",
@@ -44,7 +36,6 @@ def main() -> None:
         default=[*TRANSPORTS],
         help="Use node memory (node) or MPI only (mpi) as the transport of our ranks. The default is both, in turn.",
     )
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
         return measure(args.rounds)
@@ -52,16 +43,14 @@ def main() -> None:
 
     for transport in args.through:
         os.environ["SUMMA3D_NODE_MEMORY"] = TRANSPORTS[transport]
-        result = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
+        result = itself(RANKS)
         print(f"Transport of our ranks: {'MPI only' if transport == 'mpi' else 'node memory'}")
         print(table(result).text())
         for claim, ratio, limit in claims(result["rows"]):
             print(f"{claim}: {ratio['median']:.2f} [{ratio['min']:.2f}–{ratio['max']:.2f}]")
-            print("  " + verdict(f"at most {limit}", ratio["median"] <= limit))
-        save(
-            result,
-            args.json if args.json is None or len(args.through) == 1 else args.json.with_stem(f"{args.json.stem}-{transport}"),
-        )
+            conclude([(f"at most {limit}", ratio["median"] <= limit)])
+        several = args.json and len(args.through) > 1
+        save(result, args.json.with_stem(f"{args.json.stem}-{transport}") if several else args.json)
 
 
 def claims(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, float], float]]:
@@ -87,34 +76,26 @@ def fastest(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def quotient(own: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
     """Median, minimum and maximum over rounds of own time / other time."""
-    rounds = [mine / its for mine, its in zip(own["seconds"]["both"]["all"], other["seconds"]["both"]["all"], strict=True)]
-    return {"median": median(rounds), "min": min(rounds), "max": max(rounds)}
+    pairs = zip(own["seconds"]["both"]["all"], other["seconds"]["both"]["all"], strict=True)
+    return spread(mine / its for mine, its in pairs)
 
 
 def measure(rounds: int) -> None:
     """Run on every rank: select the fastest entries of each kind, time them and DTensor in turn, and print JSON on rank 0."""
-    from summa3d.cli.main import start_mpi
-
-    start_mpi()
-    from mpi4py import MPI
-
+    world, found = on_machine()
     from summa3d.cli.block import QUIET_PROFILER
 
     os.environ.setdefault(*QUIET_PROFILER)
     from summa3d.bench.blocks import BlockRunner, Case, facts, rows_of, timed
-    from summa3d.bench.machine import machine
     from summa3d.nn import ModelConfig
 
-    world = MPI.COMM_WORLD
-    found = machine(world)
     case = Case(ModelConfig(**SIZES), BATCH)
     contenders = [*(BlockRunner(entry, case, world) for entry in picked(case, world)), *peers_of(case, world)]
     rows = list(rows_of(contenders, timed(contenders, rounds, world)))
     for row in rows:
         if row["relative_difference"] > TOLERANCE:
             raise ValueError(f"{row['label']} computes another function: its output differs by {row['relative_difference']:.1e}")
-    if world.rank == 0:
-        print(json.dumps({"kind": "block", "machine": found, **facts(case, world.size), "rows": rows}))
+    tell(world, {"kind": "block", "machine": found, **facts(case, world.size), "rows": rows})
 
 
 def picked(case: Any, world: Any) -> list[Any]:
@@ -180,46 +161,31 @@ def dtensor_stack(case: Any, mesh: Any) -> Any:
     return stack
 
 
-class Peer:
-    """The DTensor model as a contender, with the methods of `summa3d.bench.blocks.Contender`."""
+class Peer(Layer):
+    """The DTensor model as a contender, with the methods of `summa3d.bench.blocks.BlockRunner`."""
 
     def __init__(self, label: str, stack: Any, case: Any, world: Any, threads: Any) -> None:
-        import torch
-
         from summa3d import Grid
         from summa3d.bench.blocks import inputs
         from summa3d.bench.clock import Clock
 
-        self.label, self.stack, self.case, self.comm, self.ranks, self.threads = label, stack, case, world, world.size, threads
+        super().__init__(stack, *inputs(case))
+        self.label, self.comm, self.ranks, self.threads = label, world, world.size, threads
         self.clock = Clock(Grid(world, {"y": world.size}))
-        x, self.gradient = inputs(case)
-        self.x: torch.Tensor = x.requires_grad_()
-
-    def _threads(self) -> AbstractContextManager[None]:
-        return self.threads()
 
     def seconds(self) -> tuple[float, float]:
         """Seconds of one forward and of one backward, over all ranks; collective."""
-        with self._threads():
-            forward, backward = self.clock.spans(self._forward, lambda: self._y.backward(self.gradient))
-        del self._y
+        with self.threads():
+            forward, backward = self.clock.spans(self.forward, self.backward)
         self.forget()
         return forward, backward
-
-    def _forward(self) -> None:
-        self._y = self.stack(self.x)
-
-    def forget(self) -> None:
-        """Set all gradients to None."""
-        self.x.grad = None
-        self.stack.zero_grad(set_to_none=True)
 
     def output(self) -> Any:
         """The global output [b, s, h] of one forward; collective."""
         import torch
 
         with torch.no_grad():
-            return self.stack(self.x)
+            return self.layer(self.x)
 
     def facts(self) -> dict[str, Any]:
         """The columns of a row that name the contender."""
@@ -229,18 +195,17 @@ class Peer:
         """Bytes saved for backward, at the peak, and of parameters, measured as ours are; torch's words are not counted."""
         from summa3d.bench.memory import peak_bytes, saved_bytes
 
-        with saved_bytes([self.x, *self.stack.parameters()]) as saved:
-            y = self.stack(self.x)
-        y.backward(self.gradient)
+        with saved_bytes([self.x, *self.layer.parameters()]) as saved:
+            self.forward()
+        self.backward()
         self.forget()
-        del y
-        peak = peak_bytes(lambda: self.stack(self.x).backward(self.gradient))
+        peak = peak_bytes(lambda: self.layer(self.x).backward(self.gradient))
         self.forget()
-        parameters = (getattr(parameter, "to_local", lambda own=parameter: own)() for parameter in self.stack.parameters())
+        parameters = (getattr(parameter, "to_local", lambda own=parameter: own)() for parameter in self.layer.parameters())
         held = sum(parameter.nbytes for parameter in parameters)
         most = [max(values) for values in zip(*self.comm.allgather((saved.bytes, peak + held, held)), strict=True)]
         return dict(zip(("saved_bytes", "peak_bytes", "parameter_bytes"), most, strict=True))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from common import about, overhead, save, verdict
+from common import about, conclude, itself, options, save
+from ranks import in_range, on_machine, seconds, tell, training
 
 RANKS = 2
 MODEL = ("model.layers=4", "model.hidden=512", "model.heads=8", "model.sequence=256", "train.batch=8", "train.steps=1000000")
@@ -24,7 +24,11 @@ FOLDER = Path(os.environ.get("TMPDIR", tempfile.gettempdir()))
 
 def main() -> None:
     """Measure, and print whether a checkpoint blocks its step no longer than its copy and a tenth of a step."""
-    result, file = overhead(__file__, __doc__, RANKS, "--rounds", 5, "Save this many checkpoints each way.", measure)
+    args = options(__doc__, 5, "Save this many checkpoints each way.").parse_args()
+    if args.on_ranks:
+        return measure(args.rounds)
+    load = os.getloadavg()[0]
+    result = itself(RANKS) | {"load": load}
     result["seconds"]["dd"] = [dd(result["bytes"]) for _ in range(result["rounds"])]
     print(about(result["machine"]))
     taken = {name: median(found) for name, found in result["seconds"].items()}
@@ -33,83 +37,70 @@ def main() -> None:
     print(f"step {taken['step']:.3f} s; copy {taken['copy']:.3f} s; blocked {taken['blocked']:.3f} + {taken['settle']:.3f} s")
     print(f"the writing thread: {taken['cpu']:.3f} s of a core for each checkpoint; a step meanwhile {taken['meanwhile']:.3f} s")
     for name, what in (("waited", "save and wait"), ("bare", "bare writes and fsync"), ("dd", "dd bs=4M conv=fsync")):
-        rates = sorted(RANKS * result["bytes"] / seconds / 1e6 for seconds in result["seconds"][name])
-        print(f"{what}: {median(rates):,.0f} MB/s of all ranks [{rates[0]:,.0f}–{rates[-1]:,.0f}]")
-    print("  " + verdict(f"blocks at most copy + 0.1 step = {limit:.3f} s", taken["blocked"] + taken["settle"] <= limit))
-    print("  " + verdict("at the speed of the file system: at most 1.25× bare writes", taken["waited"] <= 1.25 * taken["bare"]))
-    save(result, file)
+        rates = (RANKS * result["bytes"] / one / 1e6 for one in result["seconds"][name])
+        print(f"{what}: {in_range(rates, 0)} MB/s of all ranks")
+    short = f"blocks at most copy + 0.1 step = {limit:.3f} s", taken["blocked"] + taken["settle"] <= limit
+    conclude([short, ("at the speed of the file system: at most 1.25× bare writes", taken["waited"] <= 1.25 * taken["bare"])])
+    save(result, args.json)
 
 
 def dd(size: int) -> float:
     """Seconds in which `dd` writes a rank's bytes to the disk, as many at once as there are ranks."""
+    line = ["dd", "if=/dev/zero", "bs=4M", f"count={size}", "iflag=count_bytes", "conv=fsync"]
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        began = time.perf_counter()
-        line = ["dd", "if=/dev/zero", "bs=4M", f"count={size}", "iflag=count_bytes", "conv=fsync"]
-        jobs = [subprocess.Popen([*line, f"of={folder}/{rank}"], stderr=subprocess.DEVNULL) for rank in range(RANKS)]
-        if any(job.wait() for job in jobs):
-            sys.exit(f"dd failed in {folder}")
-        return time.perf_counter() - began
+
+        def write() -> None:
+            jobs = [subprocess.Popen([*line, f"of={folder}/{rank}"], stderr=subprocess.DEVNULL) for rank in range(RANKS)]
+            if any(job.wait() for job in jobs):
+                sys.exit(f"dd failed in {folder}")
+
+        return seconds(write)
 
 
 def measure(rounds: int) -> None:
     """Run on the ranks: steps with and without a checkpoint under way, copies and bare writes, in turn; rank 0 prints JSON."""
-    from summa3d.cli.main import start_mpi
-
-    start_mpi()
+    world, found = on_machine()
     from mpi4py import MPI
 
-    from summa3d.bench.machine import machine
-    from summa3d.train import config
     from summa3d.train.checkpoint.writer import Writer
-    from summa3d.train.loop import take_step
-    from summa3d.train.prepare import prepare
 
-    comm = MPI.COMM_WORLD
-    names = ("step", "copy", "blocked", "settle", "cpu", "meanwhile", "waited", "bare")
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    where = comm.bcast(tempfile.mkdtemp(dir=FOLDER))
-    run = prepare(config.load("demo", [*SETTINGS, f"data.path={__file__}"]), comm, Path(where))
+    times: dict[str, list[float]] = defaultdict(list)
+    where = Path(world.bcast(tempfile.mkdtemp(dir=FOLDER) if world.rank == 0 else None))
+    run, step = training([*SETTINGS, f"data.path={__file__}"], world, where)
 
-    def timed(name: str, action: Any) -> None:
-        comm.Barrier()
-        began = time.perf_counter()
-        action()
-        seconds[name].append(comm.allreduce(time.perf_counter() - began, MPI.MAX))
+    def note(name: str, value: float) -> None:
+        times[name].append(world.allreduce(value, MPI.MAX))
+
+    def timed(name: str, act: Callable[[], object]) -> None:
+        world.Barrier()
+        note(name, seconds(act))
 
     with Writer(run.checkpoints, run.grid, run.config) as writer:
-        run.writer, number = writer, 0
+        run.writer = writer
         writer.save(0, run.blocks())
         writer.wait()
-        for _ in range(rounds):
-            for name in ("step", "step"):
-                number += 1
-                timed(name, lambda: take_step(run, number))  # noqa: B023 — called at once
-            blocks = {block.name: block.tensor for block in run.blocks() if block.name in writer.copies}
-            timed("copy", lambda: [writer.copies[name].copy_(tensor) for name, tensor in blocks.items()])  # noqa: B023
-            blocked, cpu = writer.blocked, writer.cpu
+        copies, size = writer.copies, sum(copy.nbytes for copy in writer.copies.values())
+        for number in range(1, 2 * rounds, 2):
+            timed("step", step)
+            timed("step", step)
+            blocks = {block.name: block.tensor for block in run.blocks() if block.name in copies}
+            timed("copy", lambda: [copies[name].copy_(tensor) for name, tensor in blocks.items()])  # noqa: B023 — called at once
+            cpu = writer.cpu
             timed("blocked", lambda: writer.save(number, run.blocks()))  # noqa: B023
             blocked = writer.blocked
-            while True:
-                number += 1
-                timed("meanwhile", lambda: take_step(run, number))  # noqa: B023
-                if run.writing == 0:
-                    break
+            timed("meanwhile", step)
+            while run.votes.writing:
+                timed("meanwhile", step)
             writer.settle()
-            seconds["settle"].append(comm.allreduce(writer.blocked - blocked, MPI.MAX))
+            note("settle", writer.blocked - blocked)
             writer.wait()
-            seconds["cpu"].append(comm.allreduce(writer.cpu - cpu, MPI.MAX))
-            timed("waited", lambda: writer.save(number, run.blocks(), waits=True))  # noqa: B023
-            timed("bare", lambda: bare(Path(where) / f"bare-{comm.rank}", size_of(writer)))
-    found = {"kind": "checkpoint", "machine": machine(comm), "rounds": rounds, "bytes": size_of(writer), "seconds": seconds}
-    comm.Barrier()
-    if comm.rank == 0:
+            note("cpu", writer.cpu - cpu)
+            timed("waited", lambda: writer.save(number + 1, run.blocks(), waits=True))  # noqa: B023
+            timed("bare", lambda: bare(where / f"bare-{world.rank}", size))
+    world.Barrier()
+    if world.rank == 0:
         shutil.rmtree(where)
-        print(json.dumps(found))
-
-
-def size_of(writer: Any) -> int:
-    """Bytes of this rank's tensors."""
-    return sum(copy.nbytes for copy in writer.copies.values())
+    tell(world, {"kind": "checkpoint", "machine": found, "rounds": rounds, "bytes": size, "seconds": times})
 
 
 def bare(file: Path, size: int) -> None:

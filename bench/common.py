@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +28,46 @@ def environment(threads: int | None = 1) -> dict[str, str]:
     return kept if threads is None else {**kept, **dict.fromkeys(THREAD_VARIABLES, str(threads))}
 
 
-def on_ranks(ranks: int, arguments: Sequence[str], threads: int | None = 1, started_by: Sequence[str] = ()) -> str:
-    """What `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI. A failed job ends the script.
-
-    started_by : a program and its arguments that start the launcher in their turn
-    """
-    command, environ, _ = mpi_command(ranks, list(arguments), environment(threads))
-    command = [*started_by, *command]
-    done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def printed(command: Sequence[str], environ: Mapping[str, str], folder: Path | None = None) -> str:
+    """Return what a command prints, which runs in `folder`. One that fails ends the script."""
+    done = subprocess.run(command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
         sys.exit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
-def overhead(
-    script: str, doc: str | None, ranks: int, option: str, default: int, what: str, measure: Callable[[int], None]
-) -> tuple[dict[str, Any], Path | None]:
-    """The JSON that `measure(COUNT)` prints on `ranks` ranks, with the load before, and where it is to be written.
+def on_ranks(ranks: int, arguments: Sequence[str], started_by: Sequence[str] = ()) -> str:
+    """Return what `python ARGUMENTS…` prints on `ranks` ranks of this interpreter's own MPI, one BLAS thread each.
 
-    option, default, what : the option of the count, its default and its help. On the ranks themselves, measures and ends.
+    started_by : a program and its arguments that start the launcher in their turn
+    """
+    command, environ, _ = mpi_command(ranks, list(arguments), environment())
+    return printed([*started_by, *command], environ)
+
+
+def from_ranks(ranks: int, *arguments: object, started_by: Sequence[str] = ()) -> Any:
+    """Return the JSON in the last line that `python ARGUMENTS…` prints on `ranks` ranks."""
+    return json.loads(on_ranks(ranks, [*map(str, arguments)], started_by).splitlines()[-1])
+
+
+def itself(ranks: int) -> Any:
+    """Return the JSON that this script prints on `ranks` ranks, told by --on-ranks besides its own options."""
+    return from_ranks(ranks, *sys.argv, "--on-ranks")
+
+
+def options(
+    doc: str | None, rounds: int | None = None, what: str = "Time this many interleaved rounds."
+) -> argparse.ArgumentParser:
+    """The options that scripts share. With --on-ranks, a script that starts itself on ranks is told that it is there.
+
+    rounds, what : the default of --rounds, which a script without one lacks, and its help
     """
     parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument(option, type=int, default=default, dest="count", help=what)
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help=what)
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.on_ranks:
-        measure(args.count)
-        sys.exit()
-    load = os.getloadavg()[0]
-    result = json.loads(on_ranks(ranks, [script, option, str(args.count), "--on-ranks"]).splitlines()[-1])
-    return result | {"load": load}, args.json
+    return parser
 
 
 def bench(ranks: int, arguments: Sequence[str]) -> dict[str, Any]:
@@ -85,6 +94,12 @@ def about(machine: Mapping[str, Any]) -> str:
 def verdict(claim: str, held: bool) -> str:
     """The line that says whether a claim holds."""
     return f"{'holds' if held else 'DOES NOT HOLD'}: {claim}"
+
+
+def conclude(claims: Iterable[tuple[str, bool]]) -> None:
+    """Print a line for each claim."""
+    for claim, held in claims:
+        print(verdict(claim, held))
 
 
 def save(result: Mapping[str, Any], path: Path | None) -> None:

@@ -171,25 +171,17 @@ def cluster_of(race: Race, facts: Facts) -> Any:
     def number(value: float, source: str = "measured") -> dict[str, Any]:
         return {"value": value, "source": source}
 
-    share = min(1.0, facts.cores / race.ranks)
-    network = {"name": "network", "bandwidth": number(race.bandwidth, "assumed"), "latency": number(0.0, "assumed")}
-    node = {
-        "name": "node",
-        "size": number(PER_NODE[race.part]),
-        "bandwidth": number(facts.memory * share),
-        "latency": number(0.0, "assumed"),
-    }
+    share, none = min(1.0, facts.cores / race.ranks), number(0.0, "assumed")
+    network = {"name": "network", "bandwidth": number(race.bandwidth, "assumed"), "latency": none}
+    node = {"name": "node", "size": number(PER_NODE[race.part]), "bandwidth": number(facts.memory * share), "latency": none}
+    launch, function = number(facts.kernel / share), number(facts.function / share)
     table = {
         "peak": {name: number(rate) for name, rate in facts.flops.items()},
         "device": {"memory": number(1e9), "memory_bandwidth": number(facts.memory)},
         "product": {"efficiency": number(share), "half": number(facts.half)},
-        "elements": {
-            "efficiency": number(share),
-            "launch": number(facts.kernel / share),
-            "function": number(facts.function / share),
-        },
+        "elements": {"efficiency": number(share), "launch": launch, "function": function},
         "layers": {"launch": number(facts.layer / share)},
-        "collectives": {"launch": number(0.0, "assumed")},
+        "collectives": {"launch": none},
         "level": [node, network],
         "band": {"percent": number(20.0, "assumed")},
     }
@@ -238,10 +230,10 @@ def product_ops(case: Case, per_node: int) -> list[Any]:
     found, tracer = ALGORITHMS[case.what], Tracer()
     plan = found.plan("nn", *case.sizes)
     place = DryPlace(case.axes, 0, case.order, dict(case.tile or {}), per_node, ledger=tracer.ledger)
-    operands = ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout), (plan.c_shape, plan.c_layout))
     with torch.device("meta"):
         dtype = getattr(torch, MATRICES)
-        blocks = [torch.empty(at.local_shape(shape, place.shape, place.coordinates), dtype=dtype) for shape, at in operands]
+        shapes = [at.local_shape(shape, place.shape, place.coordinates) for at, shape in plan.stored]
+        blocks = [torch.empty(shape, dtype=dtype) for shape in shapes]
         executor = found.executor(plan, place)
         with tracer.recording() as parts:
             executor.run(*blocks)

@@ -4,63 +4,57 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from common import about, verdict
 
+from summa3d.table import Column, Table
+
 WITHIN, APART, BEST, HEADERS = 0.20, 0.15, 0.05, 0.05
 """A time is to be within WITHIN of its prediction; times whose predictions are further apart than APART are to be in their order;
 the plan that is predicted the fastest is to be within BEST of the fastest; headers may add HEADERS to the bytes of a port."""
 BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
-HEADER = ("predicted ms", "min", "median", "min ÷ predicted", "bytes ÷ predicted")
 
 
 def title(race: Mapping[str, Any]) -> str:
-    """What a race is about, and where it ran."""
+    """Say what a race is about, and where it ran."""
     return (
         f"{race['part']}: {race['nodes']} nodes × {race['ranks'] // race['nodes']} ranks, {race['port']}, load {race['load']:.1f}"
     )
 
 
-def cells(case: Mapping[str, Any]) -> list[str]:
-    """A row, under HEADER."""
-    least, carried = min(case["times"]), case["port_bytes"]
-    times = [f"{seconds * 1e3:.0f}" for seconds in (case["seconds"], least, median(case["times"]))]
-    return [*times, f"{least / case['seconds']:.2f}", f"{case['carried'] / carried:.2f}" if carried else "–"]
+def table(race: Mapping[str, Any]) -> Table:
+    """Return the table of a race: predicted and measured times of each case, and the bytes of the busiest port."""
+    cases = race["cases"]
+    wanted, least, middle = zip(*((case["seconds"], min(case["times"]), median(case["times"])) for case in cases), strict=True)
+    carried = [case["port_bytes"] and case["carried"] / case["port_bytes"] for case in cases]
+    times = {"predicted ms": wanted, "min": least, "median": middle}
+    columns = [
+        Column("case", [case["label"] for case in cases], left=True),
+        *(Column(name, [one * 1e3 for one in seconds], "{:.0f}".format) for name, seconds in times.items()),
+        Column("min ÷ predicted", [got / want for got, want in zip(least, wanted, strict=True)], "{:.2f}".format),
+        Column("bytes ÷ predicted", carried, "{:.2f}".format),
+    ]
+    return Table(title(race), columns)
 
 
-def lines(race: Mapping[str, Any]) -> Iterator[str]:
-    """A race as text."""
-    yield title(race)
-    yield "  " + " | ".join(HEADER)
-    for case in race["cases"]:
-        numbers = " | ".join(cell.rjust(len(name)) for cell, name in zip(cells(case), HEADER, strict=True))
-        yield f"  {numbers}  {case['label']}"
-
-
-def errors(races: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """A row for each race, and one for all: cases, median and range of fastest ÷ predicted − 1, pairs in order of all."""
-    every: list[tuple[float, float]] = []
-    right = pairs = 0
-    for race in [*races, None]:
-        times = every if race is None else [(case["seconds"], min(case["times"])) for case in race["cases"]]
-        if race is not None:  # times of different races are not compared
-            every += times
-            own = list(combinations(times, 2))
-            ordered = sum((one[0] < other[0]) == (one[1] < other[1]) for one, other in own)
-            right, pairs = right + ordered, pairs + len(own)
-            order = f"{ordered} of {len(own)}"
-        else:
-            order = f"{right} of {pairs}"
-        off = sorted(got / want - 1 for want, got in times)
-        name = "all" if race is None else title(race)
-        yield name, str(len(times)), f"{median(off):+.0%}", f"{off[0]:+.0%} to {off[-1]:+.0%}", order
-
-
-ERRORS = ("race", "cases", "median error", "range", "pairs in order")
+def errors(races: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a row for each race, and one for all: cases, median and range of fastest ÷ predicted − 1, pairs in order of all."""
+    pairs = {title(race): [(case["seconds"], min(case["times"])) for case in race["cases"]] for race in races}
+    off = {name: sorted(got / want - 1 for want, got in times) for name, times in pairs.items()}
+    order = {name: [(a < c) == (b < d) for (a, b), (c, d) in combinations(times, 2)] for name, times in pairs.items()}
+    off["all"], order["all"] = sorted(chain(*off.values())), [*chain(*order.values())]  # no times of different races compared
+    columns = [
+        Column("race", list(off), left=True),
+        Column("cases", [len(one) for one in off.values()]),
+        Column("median error", [median(one) for one in off.values()], "{:+.0%}".format),
+        Column("range", [f"{one[0]:+.0%} to {one[-1]:+.0%}" for one in off.values()]),
+        Column("pairs in order", [f"{sum(one)} of {len(one)}" for one in order.values()]),
+    ]
+    return Table("", columns)
 
 
 def claims(races: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
@@ -99,10 +93,8 @@ def apart(one: float, other: float) -> bool:
 def block(result: Mapping[str, Any]) -> str:
     """The measurements as a page has them, between its marks."""
     found = [f"{result['rounds']} rounds; {about(result['machine'])}.", ""]
-    for race in result["races"]:
-        found += [f"| {title(race)} | {' | '.join(HEADER)} |", "|---" * (len(HEADER) + 1) + "|"]
-        found += [f"| {case['label']} | {' | '.join(cells(case))} |" for case in race["cases"]] + [""]
-    found += [f"| {' | '.join(row)} |" for row in (ERRORS, ["---"] * len(ERRORS), *errors(result["races"]))] + [""]
+    for made in (*map(table, result["races"]), errors(result["races"])):
+        found += [made.markdown(), ""]
     found += [f"- {verdict(claim, holds)}" for claim, holds in claims(result["races"])]
     return "\n".join([BEGIN, "", *found, "", END])
 

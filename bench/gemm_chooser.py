@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import random
-from pathlib import Path
 from typing import Any
 
-from common import about, bench, save, verdict
+from common import about, bench, conclude, options, save
 
 RANKS = (2, 3, 4, 5, 6, 7, 8)
 NEAR, FAR = 1.10, 1.20  # the pick's time over the best: most within NEAR, none beyond FAR
@@ -17,9 +16,8 @@ MAY_EXCEED = 2
 
 def main() -> None:
     """Time the pick and all candidates of random pairs of shape and rank count, and print whether the claims hold."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__, 9, "Time this many interleaved rounds of each pair.")
     parser.add_argument("--pairs", type=int, default=20, help="Draw this many random pairs of shape and rank count.")
-    parser.add_argument("--rounds", type=int, default=9, help="Time this many interleaved rounds of each pair.")
     parser.add_argument("--smallest", type=int, default=256, help="Draw m, n and k from this size on, log-uniformly.")
     parser.add_argument("--largest", type=int, default=3072, help="Draw m, n and k up to this size.")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P", help="Draw rank counts from these.")
@@ -28,7 +26,6 @@ def main() -> None:
         "--again", type=int, default=1, help="Repeat a pair beyond the limit this many times. The last measurement counts."
     )
     parser.add_argument("--seed", type=int, default=1, help="Set the seed of the random pairs.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     draw, rows = random.Random(args.seed), []
     for _ in range(args.pairs):
@@ -44,8 +41,8 @@ def main() -> None:
     beyond = [row["over_best"] for row in rows if row["over_best"] > NEAR]
     few = f"all but {len(beyond)} of {len(rows)} (at most {MAY_EXCEED} may exceed)"
     worst = max(row["over_best"] for row in rows)
-    print(verdict(f"the pick is within {NEAR:.2f}× of the best candidate, {few}", len(beyond) <= MAY_EXCEED))
-    print(verdict(f"never beyond {FAR:.2f}×; worst {worst:.3f}×", worst <= FAR))
+    near = f"the pick is within {NEAR:.2f}× of the best candidate, {few}"
+    conclude([(near, len(beyond) <= MAY_EXCEED), (f"never beyond {FAR:.2f}×; worst {worst:.3f}×", worst <= FAR)])
     save({"kind": "chooser", "rows": rows}, args.json)
 
 
@@ -57,17 +54,8 @@ def compare(m: int, n: int, k: int, ranks: int, args: argparse.Namespace) -> dic
     times = {row["label"]: row["seconds"]["median"] for row in result["rows"]}
     pick = next(row["label"] for row in result["rows"] if row["chosen"])
     best = min(times, key=lambda label: times[label])
-    over = times[pick] / times[best]
-    problem = {"m": m, "n": n, "k": k, "ranks": ranks}
-    return {
-        **problem,
-        "pick": pick,
-        "best": best,
-        "over_best": over,
-        "seconds": times,
-        "load": load,
-        "machine": result["machine"],
-    }
+    found = {"pick": pick, "best": best, "over_best": times[pick] / times[best], "seconds": times}
+    return {"m": m, "n": n, "k": k, "ranks": ranks, **found, "load": load, "machine": result["machine"]}
 
 
 def in_one_line(row: dict[str, Any]) -> str:

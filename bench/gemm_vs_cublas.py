@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import save, verdict
+from common import conclude, save
 from gpu import benchmark_parser, in_turn, taken
 from mpi4py import MPI
 
@@ -26,7 +26,7 @@ DTYPES = ("bfloat16", "float64")
 
 def main() -> None:
     """Time our product and the bare call for each library and dtype, and print whether the claim holds."""
-    args = benchmark_parser("products", 10, size=8192).parse_args()
+    args = benchmark_parser(__doc__, "products", 10, size=8192).parse_args()
     device = taken(args.device, "a product's share of cuBLAS's speed")
     if device is None:
         return
@@ -39,16 +39,15 @@ def main() -> None:
                     continue
                 a, b, c, other = (matrix(library, dtype, n, args.device) for _ in range(4))
                 runs = {"ours": lambda a=a, b=b, c=c: executor.run(a, b, c), "bare": bare(a, b, other)}
-                times = in_turn(runs, args.calls, args.rounds, args.device)
+                times = in_turn(runs, args)
                 c, other = (widen(one) if is_half(one) else one for one in (c, other))
                 difference = float(abs(c - other).max()) / float(abs(other).max())
                 rows.append(row(library, dtype, n, times, difference))
     for one in rows:
-        print(
-            f"{one['library']} {one['dtype']} {n}³: ours {one['tflops']:.1f} Tflop/s, {one['share']:.3f} of the bare call's speed"
-        )
+        rate = f"ours {one['tflops']:.1f} Tflop/s, {one['share']:.3f} of the bare call's speed"
+        print(f"{one['library']} {one['dtype']} {n}³: {rate}")
         if args.device == "cuda":
-            print("  " + verdict(f"≥ {SHARE:.0%}; the results differ by {one['difference']:.1e}", one["share"] >= SHARE))
+            conclude([(f"≥ {SHARE:.0%}; the results differ by {one['difference']:.1e}", one["share"] >= SHARE)])
     save({"kind": "cublas", "device": device, "rows": rows}, args.json)
 
 

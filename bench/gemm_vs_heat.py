@@ -5,15 +5,15 @@ heat uses our mpi4py and torch. It lies in a folder of its own, which nothing bu
 
 from __future__ import annotations
 
-import json
-import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
 
 from common import HERE
-from race import OURS, ceiling, check, in_turn, own, parser, problems, row_of, start
+from race import check, measure, parser, start
+from ranks import on_machine
 
 SPLITS = ((0, 0), (0, 1), (1, 0), (1, 1))
 FOLDER = HERE / "build" / "heat"
@@ -29,26 +29,18 @@ def main() -> None:
         print(f"heat is not compared: it is not in {args.packages}. " + INSTALL.format(folder=args.packages))
         return
     if args.on_ranks:
-        return measure(args)
-    start(__file__, "heat", sys.argv[1:], args)
+        return on_ranks(args)
+    start("heat", args)
 
 
-def measure(args: Any) -> None:
+def on_ranks(args: Any) -> None:
     """Run on every rank: race ours and heat's product in all cases; rank 0 prints JSON."""
-    from summa3d.cli.main import start_mpi
-
-    start_mpi()
+    world, found = on_machine()  # before heat brings scipy's OpenBLAS along
     import torch
-    from mpi4py import MPI
 
-    from summa3d.bench.machine import machine
-
-    world = MPI.COMM_WORLD
-    found = machine(world)  # before heat brings scipy's OpenBLAS along
     heat = imported(args.packages)
-    rows = [row for name, problem in problems(args) if (row := raced(name, problem, args.rounds, heat, world))]
-    if world.rank == 0:
-        print(json.dumps({"machine": found, "versions": f"{heat.__version__}, torch {torch.__version__}", "rows": rows}))
+    versions = f"{heat.__version__}, torch {torch.__version__}"
+    measure(args, world, found, versions, partial(heats, heat=heat, world=world))
 
 
 def imported(folder: Path) -> Any:
@@ -63,6 +55,8 @@ def imported(folder: Path) -> Any:
 
 class Heat:
     """heat's product of the matrices of a problem in two splits."""
+
+    ranks = 0  # it is timed by itself, after a product that is not
 
     def __init__(self, problem: Any, splits: tuple[int, int], heat: Any, world: Any) -> None:
         import torch
@@ -87,18 +81,16 @@ class Heat:
         return self.heat.matmul(self.a, self.b)
 
 
-def raced(name: str, problem: Any, rounds: int, heat: Any, world: Any) -> dict[str, Any] | None:
-    """The row of a case, on rank 0; collective."""
-    load, ours, top = os.getloadavg()[0], own(problem, world), ceiling(world, problem.dtype)
-    heats = {f"heat {splits}": Heat(problem, splits, heat, world) for splits in SPLITS}
-    seconds = in_turn({**top, OURS: ours, **heats}, world, rounds)
-    results = {label: contender.product().numpy() for label, contender in heats.items()}
-    wanted = ours.c.to_global() if ours.here else None
-    if world.rank != 0:
-        return None
-    for label, result in results.items():
-        check(label, result, wanted)
-    return row_of(name, ours, seconds, next(iter(top.values())).flops, load, world.size)
+def heats(problem: Any, wanted: Any, heat: Any, world: Any) -> dict[str, Heat]:
+    """heat's products in all splits; raises ValueError on rank 0 where one is not ours. Collective."""
+    import numpy as np
+
+    made = {f"heat {splits}": Heat(problem, splits, heat, world) for splits in SPLITS}
+    for label, contender in made.items():
+        result = contender.product().numpy()
+        if world.rank == 0:
+            check(label, float(np.abs(result - wanted).max() / np.abs(wanted).max()), problem.dtype)
+    return made
 
 
 if __name__ == "__main__":

@@ -8,19 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from math import exp, log
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
-from common import HERE, bench, note, save, verdict
-from scalapack import NotInstalled, Scalapack, Tuned
+from common import HERE, bench, note, options, save, verdict
+from ranks import spread
+from scalapack import NotInstalled, Scalapack, Sizes, Tuned
 
 from summa3d.bench.tables import table
 from summa3d.cli.report import write
 from summa3d.launch.runtime import usable_cores
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
+DTYPES = ("float64", "float32")
 OURS = "ours"
 PEER = "ScaLAPACK"
 WITHIN = 1.02  # at P = 1, and where COSMA reaches LEVEL, times within this factor count as equal
@@ -31,34 +32,16 @@ SQUARES = {2: 0.93, 4: 0.93, 8: 0.90}  # least part of numpy's speed for the squ
 
 def arguments() -> argparse.Namespace:
     """The parsed command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--case",
-        action="append",
-        metavar="NAME|M,N,K",
-        help=f"Run this case: {', '.join(CASES)}, or sizes of your own. The option may be repeated. The default is all of these.",
-    )
-    parser.add_argument(
-        "--dtype", action="append", choices=("float64", "float32"), help="Set the dtype of A, B and C. The default is both."
-    )
+    parser = options(__doc__, 5, "Run this many interleaved rounds. Each round starts new jobs of every library.")
+    sizes = f"Run this case: {', '.join(CASES)}, or sizes of your own. The option may be repeated. The default is all of these."
+    parser.add_argument("--case", action="append", metavar="NAME|M,N,K", help=sizes)
+    parser.add_argument("--dtype", action="append", choices=DTYPES, help="Set the dtype of A, B and C. The default is both.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="P", help="Run on these rank counts.")
-    parser.add_argument(
-        "--rounds", type=int, default=5, help="Run this many interleaved rounds. Each round starts new jobs of every library."
-    )
-    parser.add_argument(
-        "--repeat", type=int, default=3, help="Time this many products in each job, after a warm-up product that is not counted."
-    )
-    parser.add_argument(
-        "--blocks",
-        type=int,
-        nargs="+",
-        default=[128, 64, 256],
-        help="Try these block sizes of ScaLAPACK: the first on every process grid, the others on the fastest grid.",
-    )
-    parser.add_argument(
-        "--peer-blas", type=Path, metavar="FILE", help="Use this BLAS for ScaLAPACK instead of OpenBLAS, such as libmkl_rt.so."
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE, and its plot to the same folder.")
+    parser.add_argument("--repeat", type=int, default=3, help="Time this many products in each job, after a warm-up product.")
+    blocks = "Try these block sizes of ScaLAPACK: the first on every process grid, the others on the fastest grid."
+    parser.add_argument("--blocks", type=int, nargs="+", default=[128, 64, 256], help=blocks)
+    blas = "Use this BLAS for ScaLAPACK instead of OpenBLAS, such as libmkl_rt.so."
+    parser.add_argument("--peer-blas", type=Path, metavar="FILE", help=blas)
     return parser.parse_args()
 
 
@@ -79,7 +62,7 @@ def main() -> None:
     case_runs = [
         CaseRun(name, sizes, dtype, ranks, library, args.blocks)
         for name, sizes in cases.items()
-        for dtype in args.dtype or ("float64", "float32")
+        for dtype in args.dtype or DTYPES
         for ranks in args.ranks
     ]
     for count in range(args.rounds):
@@ -96,7 +79,7 @@ def main() -> None:
         note(f"plot: {write(result, args.json.parent / args.json.stem, ['png'])[0]}")
 
 
-def _case(text: str) -> tuple[str, tuple[int, int, int]]:
+def _case(text: str) -> tuple[str, Sizes]:
     if text in CASES:
         return text, CASES[text]
     parts = text.split(",")
@@ -109,15 +92,7 @@ def _case(text: str) -> tuple[str, tuple[int, int, int]]:
 class CaseRun:
     """One case on P ranks: in each round, the median time of each library, and of numpy in the same job as ours."""
 
-    def __init__(
-        self,
-        name: str,
-        sizes: tuple[int, int, int],
-        dtype: str,
-        ranks: int,
-        library: Scalapack | None,
-        blocks: list[int],
-    ) -> None:
+    def __init__(self, name: str, sizes: Sizes, dtype: str, ranks: int, library: Scalapack | None, blocks: list[int]) -> None:
         self.name, self.sizes, self.dtype, self.ranks = name, sizes, dtype, ranks
         self.threads = min(ranks, usable_cores())
         self.tuned = Tuned(library, (ranks, sizes, dtype), blocks) if library else None
@@ -150,26 +125,17 @@ class CaseRun:
     def row(self, noted: dict[str, dict[str, float]]) -> dict[str, Any]:
         """The row of the case: medians over the rounds of times, fractions and quotients."""
         peers = [peer for peer in self.rounds[0] if peer != "numpy"]
-        quotients = {f"{PEER} ÷ {OURS}": spread([one[PEER] / one[OURS] for one in self.rounds])} if PEER in peers else {}
+        quotients = {f"{PEER} ÷ {OURS}": spread(one[PEER] / one[OURS] for one in self.rounds)} if PEER in peers else {}
         cosma = noted.get(f"{self.name} {self.dtype}", {}).get(str(self.ranks))
         m, n, k = self.sizes
         return {
             **{"case": self.name, "m": m, "n": n, "k": k, "dtype": self.dtype, "ranks": self.ranks},
-            "numpy_threads": self.threads,
-            "numpy_seconds": median(one["numpy"] for one in self.rounds),
+            **{"numpy_threads": self.threads, "numpy_seconds": median(one["numpy"] for one in self.rounds)},
             "seconds": {peer: median(one[peer] for one in self.rounds) for peer in peers},
             "fractions": {peer: median(one["numpy"] / one[peer] for one in self.rounds) for peer in peers},
-            "quotients": quotients,
-            "noted": {} if cosma is None else {"COSMA": cosma},
-            "settings": self.settings,
-            "scalapack_blas": self.blas,
-            "rounds": self.rounds,
+            **{"quotients": quotients, "noted": {} if cosma is None else {"COSMA": cosma}},
+            **{"settings": self.settings, "scalapack_blas": self.blas, "rounds": self.rounds},
         }
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
-    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def remarks(result: dict[str, Any]) -> list[str]:
@@ -192,7 +158,7 @@ def claims(rows: list[dict[str, Any]], own: str) -> list[str]:
     if against:
         quotients = {_name(row): (row["quotients"][f"{PEER} ÷ {own}"]["median"], row["ranks"]) for row in against}
         behind = [name for name, (quotient, ranks) in quotients.items() if quotient * (WITHIN if ranks == 1 else 1) < 1]
-        mean = exp(sum(log(quotient) for quotient, _ in quotients.values()) / len(quotients))
+        mean = geometric_mean(quotient for quotient, _ in quotients.values())
         lines.append(verdict(f"ahead of ScaLAPACK in every case (P = 1: within 2 %){_but(behind)}", not behind))
         said = f"geometric mean over ScaLAPACK ≥ {GEOMETRIC_MEAN}: {mean:.2f} ({len(quotients)} cases)"
         lines.append(verdict(said, mean >= GEOMETRIC_MEAN))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
+import ranks
 import torch
+from common import options
 from mpi4py import MPI
 
 from summa3d.comm.device.select import take_device
@@ -15,15 +16,13 @@ from summa3d.comm.device.select import take_device
 BUSY = 4_000_000  # cycles, some milliseconds: longer than the host takes to queue what is timed
 
 
-def benchmark_parser(what: str, calls: int, **sizes: int) -> argparse.ArgumentParser:
+def benchmark_parser(doc: str | None, what: str, calls: int, **sizes: int) -> argparse.ArgumentParser:
     """The parser of a script that times `calls` calls of `what` in turn with a peer; `sizes` are size options with defaults."""
-    parser = argparse.ArgumentParser()
+    parser = options(doc, 7)
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"Set the size {name}.")
     parser.add_argument("--calls", type=int, default=calls, help=f"Time this many {what} at once.")
-    parser.add_argument("--rounds", type=int, default=7, help="Time this many rounds, after a warm-up round that is not counted.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="Compute there. cpu only tries the script.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     return parser
 
 
@@ -45,6 +44,16 @@ def without_gpu(what: str) -> bool:
     return True
 
 
+def between_events(act: Callable[[], object]) -> float:
+    """Device time of a call in ms."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    act()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
 def milliseconds(run: Callable[[], object], repeat: int) -> list[float]:
     """Device times of `repeat` calls in ms, after three warm-up calls.
 
@@ -54,37 +63,25 @@ def milliseconds(run: Callable[[], object], repeat: int) -> list[float]:
         run()
     times = []
     for _ in range(repeat):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda._sleep(BUSY)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
+        times.append(between_events(run))
     return times
 
 
 def seconds_each(run: Callable[[], object], calls: int, device: str) -> float:
     """Mean seconds of `calls` calls in a row, host time included where the device waits for the host."""
-    if device == "cpu":
-        start = time.perf_counter()
+
+    def all_calls() -> None:
         for _ in range(calls):
             run()
-        return (time.perf_counter() - start) / calls
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    if device == "cpu":
+        return ranks.seconds(all_calls) / calls
     torch.cuda.synchronize()
-    begin.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls / 1e3
+    return between_events(all_calls) / calls / 1e3
 
 
-def in_turn(runs: dict[str, Callable[[], object]], calls: int, rounds: int, device: str) -> dict[str, list[float]]:
+def in_turn(runs: dict[str, Callable[[], object]], args: argparse.Namespace) -> dict[str, list[float]]:
     """`seconds_each` of every run in interleaved rounds, after a warm-up round that is not counted."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds + 1):
-        for name, run in runs.items():
-            times[name].append(seconds_each(run, calls, device))
-    return {name: taken[1:] for name, taken in times.items()}
+    timed = {name: partial(seconds_each, run, args.calls, args.device) for name, run in runs.items()}
+    return ranks.in_turn(timed, args.rounds, 1)

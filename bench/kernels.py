@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from common import note, save, verdict
+from common import conclude, note, options, save
 from gpu import milliseconds, without_gpu
 from summa3d.kernels import load
 from summa3d.kernels.mask import Mask
@@ -85,10 +83,9 @@ def cases(fused: Fused, elements: int, dtype: torch.dtype) -> Iterator[Case]:
 
 def main() -> None:
     """Time all kernels and copies in each dtype, and print whether the claim holds."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = options(__doc__)
     parser.add_argument("--elements", type=int, default=1 << 26, help="Set the number of elements of an operand.")
     parser.add_argument("--repeat", type=int, default=20, help="Time this many calls of each kernel.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     if without_gpu("the fused kernels' bandwidth"):
         return
@@ -106,7 +103,7 @@ def main() -> None:
             print(f"  {case.name:28} {moved / 1e9:5.2f} TB/s  {moved / copied:4.0%} of the copy's")
     worst = min(result["kernels"], key=lambda kernel: kernel["share"])
     note(f"slowest: {worst['kernel']} in {worst['dtype']}")
-    print(verdict(f"every kernel at ≥ {SHARE:.0%} of a copy's bandwidth (least {worst['share']:.0%})", worst["share"] >= SHARE))
+    conclude([(f"every kernel at ≥ {SHARE:.0%} of a copy's bandwidth (least {worst['share']:.0%})", worst["share"] >= SHARE)])
     save(result, args.json)
 
 

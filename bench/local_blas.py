@@ -5,17 +5,15 @@ It claims nothing: which BLAS multiplies host tensors is set by its table.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
-from common import about, on_ranks, save
+from common import about, itself, options, save
+from ranks import in_turn, on_machine, seconds, spread, tell
 
 DTYPES = ("float32", "float64")
 FORMS = ("nn", "nt", "tn")
@@ -35,18 +33,13 @@ EQUAL = 1.03
 
 def main() -> None:
     """Time all shapes in one rank's process, and print the table and where the order changes."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7, help="Time this many interleaved rounds of each shape.")
+    parser = options(__doc__, 7, "Time this many interleaved rounds of each shape.")
     parser.add_argument("--quick", action="store_true", help="Time four small shapes only.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.on_ranks:
         return measure(args.rounds, QUICK if args.quick else SHAPES)
     os.environ["SUMMA3D_BLAS"] = "numpy"  # the C interface of numpy's BLAS is one of the contenders
-    quick = ["--quick"] if args.quick else []
-    said = on_ranks(1, [__file__, "--rounds", str(args.rounds), *quick, "--on-ranks"])
-    result = json.loads(said.splitlines()[-1])
+    result = itself(1)
     print(about(result["machine"]))
     print(f"torch {result['torch']} with {result['torch_blas']}; processor family, model, stepping: {result['family']}")
     print(
@@ -63,16 +56,10 @@ def main() -> None:
 
 def measure(rounds: int, shapes: dict[str, tuple[tuple[int, int, int], ...]]) -> None:
     """Run on the one rank: time every shape, form and dtype; print JSON."""
-    from summa3d.cli.main import start_mpi
-
-    start_mpi()
+    world, found = on_machine()
     import torch
-    from mpi4py import MPI
-
-    from summa3d.bench.machine import machine
 
     torch.set_num_threads(1)
-    found = machine(MPI.COMM_WORLD)
     rows = [
         {"kind": kind, "m": m, "n": n, "k": k, "form": form, "dtype": dtype, **compare(m, n, k, form, dtype, rounds)}
         for dtype in DTYPES
@@ -83,7 +70,7 @@ def measure(rounds: int, shapes: dict[str, tuple[tuple[int, int, int], ...]]) ->
     shown = torch.__config__.show().splitlines()
     blas = next((line.strip(" -") for line in shown if "Math Kernel" in line or "BLAS_INFO" in line), "an unknown BLAS")
     about_torch = {"torch": torch.__version__, "torch_blas": blas, "family": family()}
-    print(json.dumps({"kind": "local_blas", "machine": found, **about_torch, "rows": rows}))
+    tell(world, {"kind": "local_blas", "machine": found, **about_torch, "rows": rows})
 
 
 def family() -> str:
@@ -98,16 +85,13 @@ def family() -> str:
 def compare(m: int, n: int, k: int, form: str, dtype: str, rounds: int) -> dict[str, Any]:
     """Seconds of a call of each contender, in turn, and the quotients of torch's times and the best of numpy's BLAS."""
     calls = contenders(m, n, k, form, dtype)
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
     counts = {name: min(MOST_CALLS, max(1, round(BURST / burst(call, 3)))) for name, call in calls.items()}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            seconds[name].append(burst(call, counts[name]))
-    products = [min(pair) for pair in zip(seconds["numpy"], seconds["blas"], strict=True)]
+    taken = in_turn({name: partial(burst, call, counts[name]) for name, call in calls.items()}, rounds)
+    products = [min(pair) for pair in zip(taken["numpy"], taken["blas"], strict=True)]
     return {
-        "seconds": seconds,
-        "product": spread(a / b for a, b in zip(seconds["mm"], products, strict=True)),
-        "sum": spread(a / b for a, b in zip(seconds["addmm"], seconds["blas_sum"], strict=True)),
+        "seconds": taken,
+        "product": spread(a / b for a, b in zip(taken["mm"], products, strict=True)),
+        "sum": spread(a / b for a, b in zip(taken["addmm"], taken["blas_sum"], strict=True)),
     }
 
 
@@ -141,16 +125,7 @@ def contenders(m: int, n: int, k: int, form: str, dtype: str) -> dict[str, Calla
 
 def burst(call: Callable[[], Any], count: int) -> float:
     """Seconds of a call, the mean of `count` in a row."""
-    start = time.perf_counter()
-    for _ in range(count):
-        call()
-    return (time.perf_counter() - start) / count
-
-
-def spread(quotients: Iterator[float]) -> dict[str, float]:
-    """Median, minimum and maximum."""
-    values = list(quotients)
-    return {"median": median(values), "min": min(values), "max": max(values)}
+    return seconds(lambda: [call() for _ in range(count)]) / count
 
 
 def in_one_line(row: dict[str, Any]) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from typing import Any
 
-from common import on_ranks
+from common import itself, options, save
+from ranks import started, tell
 
 RANKS = 8
 SIZES = {"layers": 2, "hidden": 512, "heads": 8, "sequence": 256}
@@ -19,52 +17,39 @@ GRIDS = [
     ("oned-sp", {"x": 1, "y": 8, "z": 1}),
     ("oned", {"y": 8}),
 ]
-SWITCHES: list[dict[str, Any]] = [
-    {},
-    {"gather": 1},
-    {"input_gradient": False},
-]
+SWITCHES: list[dict[str, Any]] = [{}, {"gather": 1}, {"input_gradient": False}]
 
 
 def main() -> None:
     """Run the benchmark on 8 ranks, and print the time of each entry, absolute and relative to the entry without switches."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="Time this many rounds, after a warm-up round that is not counted.")
-    parser.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = options(__doc__, 5).parse_args()
     if args.on_ranks:
         return measure(args.rounds)
-    rows = json.loads(on_ranks(RANKS, [__file__, "--rounds", str(args.rounds), "--on-ranks"]).splitlines()[-1])
+    rows = itself(RANKS)
     width = max(len(label) for label, _ in rows)
     for label, seconds in rows:
         if " " not in label.split(" ", 1)[1]:
             base = seconds
         print(f"{label:<{width}}  {1e3 * seconds:7.1f} ms  {seconds / base:5.2f}×")
+    save({"kind": "overlap", "rows": rows}, args.json)
 
 
 def measure(rounds: int) -> None:
     """Run on every rank; rank 0 prints each entry's median time of a forward and backward as JSON."""
-    from summa3d.cli.main import start_mpi
-
-    start_mpi()
-    from mpi4py import MPI
-
+    world = started()
     from summa3d.bench.blocks import BlockEntry, BlockRunner, Case, timed
     from summa3d.nn import ModelConfig
     from summa3d.nn.overlap import Overlap
 
     case, rows = Case(ModelConfig(**SIZES), BATCH), []
     for name, grid in GRIDS:
-        runners = [
-            BlockRunner(BlockEntry(name, grid, overlap=Overlap(**switches)), case, MPI.COMM_WORLD) for switches in SWITCHES
-        ]
-        taken = timed(runners, rounds, MPI.COMM_WORLD)
+        runners = [BlockRunner(BlockEntry(name, grid, overlap=Overlap(**switches)), case, world) for switches in SWITCHES]
+        taken = timed(runners, rounds, world)
         rows += [(runner.entry.label, seconds["both"]["median"]) for runner, seconds in zip(runners, taken, strict=True)]
         for runner in runners:
             runner.free()
-    if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(rows))
+    tell(world, rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

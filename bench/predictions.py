@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import about, bench, on_ranks, save, verdict
+from common import about, bench, conclude, on_ranks, options, save
 
 RANKS = 8
 SCHEMES = ("oned", "oned-sp", "summa", "cuboid")
@@ -21,17 +20,15 @@ ALIKE = 0.7
 
 def main() -> None:
     """Calibrate, race, and print how far off predictions are and whether their order is that of the times."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="Time this many interleaved rounds of each race.")
+    parser = options(__doc__, 5, "Time this many interleaved rounds of each race.")
     parser.add_argument("--cluster", metavar="FILE", help="Predict with this description in place of a new calibration.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         cluster = args.cluster or str(Path(folder) / "here.toml")
         if args.cluster is None:
             print(on_ranks(RANKS, ["-m", "summa3d", "bench", "calibrate", "--write", cluster]))
-        races = {name: race(options, cluster, args.rounds) for name, options in arguments().items()}
+        races = {name: race(words, cluster, args.rounds) for name, words in arguments().items()}
     print(about(next(iter(races.values()))["machine"]))
     errors, orders = [], []
     for name, result in races.items():
@@ -43,7 +40,7 @@ def main() -> None:
         print(f"{name}: {count} rows, median error {found['median_error']:.0%}, largest {far:.0%}, tau {found['kendall']:.2f}")
     tau = sum(order * pairs for order, pairs in orders) / sum(pairs for _, pairs in orders)
     print(f"all {len(errors)} rows: median error {median(errors):.0%}, largest {max(errors):.0%}; load {load:.1f} at the start")
-    print(verdict(f"Kendall's tau over the pairs of each race ≥ {ALIKE}; {tau:.2f}", tau >= ALIKE))
+    conclude([(f"Kendall's tau over the pairs of each race ≥ {ALIKE}; {tau:.2f}", tau >= ALIKE)])
     save({"kind": "predictions", "load": load, "tau": tau, "median_error": median(errors), "races": races}, args.json)
 
 
@@ -57,9 +54,9 @@ def arguments() -> dict[str, list[str]]:
     return found
 
 
-def race(options: list[str], cluster: str, rounds: int) -> dict[str, Any]:
+def race(arguments: list[str], cluster: str, rounds: int) -> dict[str, Any]:
     """The result of one race, whose rows are predicted on a cluster; prints them."""
-    result = bench(RANKS, [*options, "--rounds", str(rounds), "--cluster", cluster])
+    result = bench(RANKS, [*arguments, "--rounds", str(rounds), "--cluster", cluster])
     for row, error in zip(result["rows"], result["prediction"]["errors"], strict=True):
         seconds = row["seconds"].get("both", row["seconds"])["median"]
         print(f"{row['label']:32} measured {seconds * 1e3:9.2f} ms, predicted {row['predicted'] * 1e3:9.2f} ms, {error:+.0%}")

@@ -7,12 +7,10 @@ beside the bandwidths and the checkpoint that the paper prints. `--json FILE` ke
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections import Counter
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import mpi4py
@@ -20,7 +18,7 @@ import mpi4py
 mpi4py.rc.initialize = False  # a dry run starts no MPI
 
 import torch  # noqa: E402
-from common import save, verdict  # noqa: E402
+from common import conclude, options, save  # noqa: E402
 
 from summa3d.dry.rank_classes import steps  # noqa: E402
 from summa3d.train import config  # noqa: E402
@@ -80,9 +78,7 @@ def measure(changes: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Print what each case moves, and what it is a second."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="keep the numbers in FILE")
-    file = parser.parse_args().json
+    file = options(__doc__).parse_args().json
     torch.set_num_threads(1)
     rows = {name: measure(changes) for name, changes in CASES.items()}
     print(f"{'':<14}{'CPU s':>7}{'GiB a rank':>12}" + "".join(f"{'words on ' + axis:>20}{'TB in all':>11}" for axis in AXES))
@@ -104,8 +100,7 @@ def main() -> None:
         ),
         f"a checkpoint is within {CLOSE:.0%} of {CHECKPOINT} TB": abs(stored / CHECKPOINT - 1) <= CLOSE,
     }
-    for claim, held in claims.items():
-        print(verdict(claim, held))
+    conclude(claims.items())
     save({"kind": "ptdp_largest", "seconds": SECONDS, "rows": rows}, file)
     sys.exit(not all(claims.values()))
 

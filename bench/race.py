@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import os
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from common import about, on_ranks, save, verdict
+from common import about, conclude, itself, options, save
+from ranks import in_range, tell
 
 CASES = {"square": (2048, 2048, 2048), "tall": (8192, 512, 512), "wide": (512, 8192, 512), "large k": (512, 512, 8192)}
 DTYPES = ("float32", "float64")
@@ -21,16 +21,10 @@ OURS = "ours"
 CEILINGS = {"ceiling, numpy": "numpy", "ceiling, torch": "torch"}
 
 
-class Contender(Protocol):
-    """One side of a race."""
-
-    def seconds(self) -> float:
-        """Seconds of one product, over all ranks; collective over the world."""
-        ...
-
-
 class Cores:
     """All cores at their best: a square product of its own on one rank a core, at the same time, while other ranks sleep."""
+
+    ranks = 0  # it is timed by itself, after a call that is not
 
     def __init__(self, world: Any, dtype: str, library: str) -> None:
         import numpy as np
@@ -60,18 +54,11 @@ class Cores:
         return 2 * SQUARE**3 * self.count
 
 
-def in_turn(contenders: Mapping[str, Contender], world: Any, rounds: int) -> dict[str, list[float]]:
+def in_turn(contenders: Mapping[str, Any], world: Any, rounds: int) -> dict[str, list[float]]:
     """Seconds of each contender in each round, right after one product of it that is not counted; complete on rank 0."""
-    from summa3d.bench.clock import sleep_until_all_are_here
+    from summa3d.bench.race import raced
 
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, contender in contenders.items():
-            sleep_until_all_are_here(world)  # those that the last contender left idle sleep
-            contender.seconds()
-            seconds[name].append(contender.seconds())
-    sleep_until_all_are_here(world)
-    return seconds
+    return dict(zip(contenders, raced([*contenders.values()], rounds, world), strict=True))
 
 
 def ceiling(world: Any, dtype: str) -> dict[str, Cores]:
@@ -84,25 +71,42 @@ def rate(seconds: Mapping[str, list[float]], flops: int) -> float:
     return flops / min(min(seconds[name]) for name in CEILINGS)
 
 
-def row_of(case: str, ours: Any, seconds: dict[str, list[float]], flops: int, load: float, ranks: int) -> dict[str, Any]:
+Peers = Callable[[Any, Any], Mapping[str, Any]]
+"""Makes the peers of a problem by name, and raises ValueError where the product of one is not ours, given on rank 0."""
+
+
+def measure(args: argparse.Namespace, world: Any, found: Any, versions: str, peers: Peers) -> None:
+    """Race in all cases on every rank; rank 0 prints JSON."""
+    rows = [raced(name, problem, args.rounds, world, peers) for name, problem in problems(args)]
+    tell(world, {"machine": found, "versions": versions, "rows": rows})
+
+
+def raced(case: str, problem: Any, rounds: int, world: Any, peers: Peers) -> dict[str, Any]:
     """A case in the result: in each round the part of the ceiling that each contender reaches and, for a peer, its time ÷ ours.
 
-    `flops` are those of the products that set the ceiling.
+    Collective; complete on rank 0.
     """
-    problem, top = ours.entry.problem, rate(seconds, flops)
-    raced = {name: times for name, times in seconds.items() if name not in CEILINGS}
+    load, ours, ceilings = os.getloadavg()[0], own(problem, world), ceiling(world, problem.dtype)
+    ours.seconds()
+    wanted = ours.c.to_global() if ours.here else None
+    contenders = {**ceilings, OURS: ours, **peers(problem, wanted)}
+    seconds = in_turn(contenders, world, rounds)
+    if world.rank != 0:
+        return {}
+    top = rate(seconds, next(iter(ceilings.values())).flops)
+    sides = {name: times for name, times in seconds.items() if name not in CEILINGS}
     return {
         "case": case,
         **{name: getattr(problem, name) for name in ("m", "n", "k", "dtype")},
-        "ranks": ranks,
+        "ranks": world.size,
         "load": load,
         "label": ours.entry.label,
         "seconds": seconds,
         "ceiling": top,
-        "parts": {name: [problem.flops / taken / top for taken in times] for name, times in raced.items()},
+        "parts": {name: [problem.flops / taken / top for taken in times] for name, times in sides.items()},
         "quotients": {
             name: [its / mine for its, mine in zip(times, seconds[OURS], strict=True)]
-            for name, times in raced.items()
+            for name, times in sides.items()
             if name != OURS
         },
     }
@@ -117,27 +121,20 @@ def own(problem: Any, world: Any) -> Any:
     return ProductRunner(own_choice(problem, world.size, Machine(node=in_one_node(world))), world)
 
 
-def check(name: str, found: Any, wanted: Any) -> None:
-    """Raise ValueError where a peer's result is not ours: then it computes another product."""
-    import numpy as np
-
-    difference = float(np.abs(found - wanted).max() / np.abs(wanted).max())
-    if not difference < TOLERANCE[str(wanted.dtype)]:
+def check(name: str, difference: float, dtype: str) -> None:
+    """Raise ValueError where a peer's result differs from ours: then it computes another product."""
+    if not difference < TOLERANCE[dtype]:
         raise ValueError(f"{name} computes another product: its result differs by {difference:.1e}")
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
     """The options of a race."""
-    made = argparse.ArgumentParser(description=text)
-    made.add_argument(
-        "--case", action="append", choices=CASES, help="Run this case. The option may be repeated. The default is all."
-    )
+    made = options(text, 7)
+    again = "Run this case. The option may be repeated. The default is all."
+    made.add_argument("--case", action="append", choices=CASES, help=again)
     made.add_argument("--divide", type=int, default=1, metavar="N", help="Divide all sizes by N, for a quick run.")
     made.add_argument("--dtype", action="append", choices=DTYPES, help="Set the dtype of A, B and C. The default is both.")
     made.add_argument("--ranks", type=int, nargs="+", default=RANKS, metavar="P", help="Run on these rank counts.")
-    made.add_argument("--rounds", type=int, default=7, help="Time this many interleaved rounds.")
-    made.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
-    made.add_argument("--on-ranks", action="store_true", help=argparse.SUPPRESS)
     return made
 
 
@@ -150,18 +147,17 @@ def problems(args: argparse.Namespace) -> Iterable[tuple[str, Any]]:
             yield name, Problem(*(size // args.divide for size in CASES[name]), dtype=dtype)
 
 
-def start(script: str, peer: str, arguments: list[str], args: argparse.Namespace) -> None:
+def start(peer: str, args: argparse.Namespace) -> None:
     """Run the race on each number of ranks, and print the rows and whether the claims hold."""
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
-        result = json.loads(on_ranks(ranks, [script, *arguments, "--on-ranks"]).splitlines()[-1])
+        result = itself(ranks)
         print(about(result["machine"]))
         print(f"{peer} {result['versions']}")
         for row in result["rows"]:
             print("\n".join(lines(row)))
         rows += result["rows"]
-    for claim, held in claims(peer, rows):
-        print(verdict(claim, held))
+    conclude(claims(peer, rows))
     save({"kind": "race", "peer": peer, "machine": result["machine"], "versions": result["versions"], "rows": rows}, args.json)
 
 
@@ -172,29 +168,24 @@ def lines(row: Mapping[str, Any]) -> list[str]:
     for name, parts in row["parts"].items():
         text = f"  {name}: {median(row['seconds'][name]) * 1e3:.1f} ms, {median(parts):.2f} of the ceiling"
         times = row["quotients"].get(name)
-        said.append(text + (f"; {median(times):.2f} × our time [{min(times):.2f}–{max(times):.2f}]" if times else ""))
+        said.append(text + (f"; its time ÷ ours {in_range(times, 2)}" if times else ""))
     return said
 
 
 def claims(peer: str, rows: Iterable[Mapping[str, Any]]) -> list[tuple[str, bool]]:
     """The two claims with the worst case of each, and whether they hold."""
     pairs = [
-        (
-            median(row["quotients"][name]),
-            median(row["parts"][name]),
-            f"{row['case']} {row['dtype']}, {row['ranks']} ranks, {name}",
-        )
+        (median(times), median(row["parts"][name]), f"{row['case']} {row['dtype']}, {row['ranks']} ranks, {name}")
         for row in rows
-        for name in row["quotients"]
+        for name, times in row["quotients"].items()
     ]
     slow, worst = [pair for pair in pairs if pair[1] < SLOW], min(pairs)
     said = []
     if slow:
         few, least = sum(pair[0] < AHEAD for pair in slow), min(slow)
-        claim = (
-            f"≥ {AHEAD}× as fast as {peer} wherever {peer} is below {SLOW} of the ceiling: {len(slow) - few} of {len(slow)} cases"
-        )
-        said.append((f"{claim}; the least {least[0]:.2f}× ({least[2]})", not few))
+        claim = f"≥ {AHEAD}× as fast as {peer} wherever {peer} is below {SLOW} of the ceiling"
+        cases = f"{len(slow) - few} of {len(slow)} cases; the least {least[0]:.2f}× ({least[2]})"
+        said.append((f"{claim}: {cases}", not few))
     behind = sum(pair[0] < 1 for pair in pairs)
     claim = f"never behind {peer}: ahead in {len(pairs) - behind} of {len(pairs)} cases; the least {worst[0]:.2f}× ({worst[2]})"
     return [*said, (claim, not behind)]

@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import HERE, environment
+from common import HERE, environment, printed
 
 from summa3d.launch.runtime import launcher_vendor
 
@@ -26,7 +26,8 @@ RUN = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "--mca", "
 LETTER = {"float64": "d", "float32": "s"}
 
 
-Case = tuple[int, tuple[int, int, int], str]  # ranks, (m, n, k), dtype
+Sizes = tuple[int, int, int]  # m, n, k
+Case = tuple[int, Sizes, str]  # ranks, sizes, dtype
 
 
 class NotInstalled(Exception):
@@ -55,18 +56,14 @@ class Scalapack:
             _build(mpicc)
         self.libraries = _blas_libraries() if blas is None else [str(blas)]
 
-    def run(self, ranks: int, sizes: tuple[int, int, int], dtype: str, repeat: int, settings: list[Setting]) -> dict[str, Any]:
+    def run(self, ranks: int, sizes: Sizes, dtype: str, repeat: int, settings: list[Setting]) -> dict[str, Any]:
         """Run the driver and return its JSON: core type, speed of a core, and the seconds of `repeat` products per setting.
 
         A warm-up product of each setting is not counted.
         """
         options = [LETTER[dtype], *map(str, sizes), str(repeat), *map(str, settings)]
         command = [self.mpirun, *RUN, "-n", str(ranks), str(PROGRAM), *options]
-        environ = {**environment(threads=1), **self.extra}
-        done = subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise SystemExit(f"{' '.join(command)} failed with status {done.returncode}\n{done.stdout}{done.stderr}")
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        result: dict[str, Any] = json.loads(printed(command, environment() | self.extra).splitlines()[-1])
         return result
 
 
@@ -125,9 +122,8 @@ def _build(mpicc: str) -> None:
     done = subprocess.run([mpicc, "-O2", "-o", str(PROGRAM), str(SOURCE), *LIBRARIES], capture_output=True, text=True)
     if done.returncode != 0:
         telling = [line.strip() for line in done.stderr.splitlines() if "cannot find" in line or "error" in line]
-        raise NotInstalled(
-            f"pgemm.c cannot be built here: {(telling or ['no reason given'])[0]} (Debian: apt install {PACKAGES})"
-        )
+        reason = (telling or ["no reason given"])[0]
+        raise NotInstalled(f"pgemm.c cannot be built here: {reason} (Debian: apt install {PACKAGES})")
 
 
 def _blas_libraries() -> list[str]:

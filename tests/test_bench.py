@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jobs
 import pytest
@@ -21,6 +22,12 @@ def run(script: str, *arguments: str, patience: int = 120, **environ: str) -> st
     done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=patience, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def overhead(folder: Path, row: str, *arguments: str) -> tuple[str, Any]:
+    """Return what overhead.py says of a row, and the row's result."""
+    said = run("overhead.py", row, *arguments, "--json", str(folder / "overhead.json"), patience=300)
+    return said, json.loads((folder / "overhead.json").read_text())["rows"][row]
 
 
 @pytest.mark.parametrize("script", ["kernels.py", "gemm_vs_cublas.py", "block_vs_compile.py"])
@@ -82,15 +89,14 @@ def test_torchs_products_are_timed_beside_numpys_blas_by_shape(tmp_path):
 
 
 def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
-    said = run("linear_overhead.py", "--rounds", "1", "--json", str(tmp_path / "overhead.json"))
-    rows = json.loads((tmp_path / "overhead.json").read_text())["rows"]
+    said, found = overhead(tmp_path, "linear", "--rounds", "1")
+    rows = found["rows"]
     assert list(rows) == ["torch", "serial", "cuboid"] and said.count("at most 100 µs") == 2
     assert rows["torch"]["calls"]["forward"] < min(rows[name]["calls"]["forward"] for name in ("serial", "cuboid"))
 
 
 def test_the_executors_overhead_is_that_of_its_operations(tmp_path):
-    said = run("executor_overhead.py", "--rounds", "1", "--json", str(tmp_path / "overhead.json"))
-    found = json.loads((tmp_path / "overhead.json").read_text())
+    said, found = overhead(tmp_path, "executor", "--rounds", "1")
     assert found["ops"] == 128 and all(len(times) == 1 and times[0] > 0 for times in found["seconds"].values())
     assert "at most 50 µs of Python an operation" in said.splitlines()[-1]
 
@@ -107,9 +113,8 @@ def test_a_step_on_eight_ranks_stands_beside_one_ranks(tmp_path):
 
 @pytest.mark.wide
 def test_what_a_step_waits_for_stands_beside_ranks_with_equal_addresses(tmp_path):
-    file = tmp_path / "waits.json"
-    said = run("step_waits.py", "--rounds", "1", "--steps", "2", "--json", str(file), patience=300)  # starts 16 ranks
-    starts = json.loads(file.read_text())["starts"]
+    said, found = overhead(tmp_path, "waits", "--rounds", "1", "--calls", "2")  # starts 16 ranks
+    starts = found["starts"]
     for name, row in ((name, row) for name, rows in starts.items() for row in rows):
         assert not (row["equal_addresses"] and name == "own addresses")
         calls, sleeps = row["communications"], row["sleeps"]
@@ -168,7 +173,7 @@ def test_claims_on_two_checkouts_are_those_of_medians_and_their_geometric_mean(m
 
 def test_claims_on_prepared_collectives_are_shares_of_the_other_checkouts_own(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
-    claims = importlib.import_module("collective_overhead").claims
+    claims = importlib.import_module("overhead").claims_on_collectives
     other = {"all_reduce, MPI": 10.0, "whole all_gather, MPI": 20.0}
     assert [held for _, held in claims(other, other)] == [True, True]
     assert [held for _, held in claims(other | {"prepared whole all_gather, MPI": 16.0}, other)] == [True, True, True]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -139,30 +139,11 @@ def inputs(case: Case) -> tuple[Tensor, Tensor]:
     return x, gradient
 
 
-class Contender(Protocol):
-    """A contender of the benchmark: `BlockRunner`, or a peer library's model in bench/."""
-
-    ranks: int
-
-    def seconds(self) -> tuple[float, float]:
-        """Seconds of one forward and of one backward, over all ranks; collective."""
-        ...
-
-    def output(self) -> Tensor:
-        """The global output [b, s, h] of one forward; collective."""
-        ...
-
-    def facts(self) -> dict[str, Any]:
-        """The columns of a row that name the contender: scheme, grid, regather and label."""
-        ...
-
-    def amounts(self) -> dict[str, Any]:
-        """The columns of a row that count words, messages and bytes of one step; collective."""
-        ...
-
-
 class BlockRunner:
-    """An entry of the benchmark with its sharded weights and input. Its constructor is collective over `world`."""
+    """An entry of the benchmark with its sharded weights and input. Its constructor is collective over `world`.
+
+    A peer library's model races beside it with the same `ranks`, `seconds`, `output`, `facts` and `amounts`.
+    """
 
     def __init__(self, entry: BlockEntry, case: Case, world: MPI.Intracomm) -> None:
         self.entry, self.case, self.comm, self.ranks = entry, case, world, world.size
@@ -303,7 +284,7 @@ def facts(case: Case, ranks: int) -> dict[str, Any]:
     }
 
 
-def timed(contenders: Sequence[Contender], rounds: int, world: MPI.Intracomm) -> list[dict[str, Any]]:
+def timed(contenders: Sequence[BlockRunner], rounds: int, world: MPI.Intracomm) -> list[dict[str, Any]]:
     """Seconds of every contender, in interleaved rounds after a warm-up round that is not counted; collective."""
     return [
         {
@@ -315,7 +296,7 @@ def timed(contenders: Sequence[Contender], rounds: int, world: MPI.Intracomm) ->
     ]
 
 
-def rows_of(contenders: Sequence[Contender], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+def rows_of(contenders: Sequence[BlockRunner], seconds: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """A row for each contender: its name, seconds and amounts, and the relative difference of its output from the first one's."""
     reference = contenders[0].output()
     for contender, taken in zip(contenders, seconds, strict=True):

@@ -13,7 +13,6 @@ from ..dtypes import dtype_of
 from ..gemm.algorithms.registry import algorithm
 from ..gemm.cost.choose import Candidate, in_panels
 from ..gemm.cost.machine import Machine
-from ..table import Column, Table
 
 if TYPE_CHECKING:
     from ..dry.step import Setting
@@ -100,18 +99,3 @@ def compared(result: Mapping[str, Any], predicted: Sequence[float], cluster: Clu
 def _median(row: Mapping[str, Any]) -> float:
     """The measured seconds of a row: of both passes of a block."""
     return float(row["seconds"].get("both", row["seconds"])["median"])
-
-
-def as_table(result: Mapping[str, Any]) -> Table:
-    """Predicted beside measured times."""
-    rows, found = result["rows"], result["prediction"]
-    order = "" if found["kendall"] is None else f"; Kendall's tau of the order {found['kendall']:.2f}"
-    columns = [
-        Column("", [row["label"] for row in rows], left=True),
-        Column("ranks", [row.get("ranks") for row in rows]),
-        Column("measured ms", [_median(row) * 1e3 for row in rows], "{:.2f}".format),
-        Column("predicted ms", [row["predicted"] * 1e3 for row in rows], "{:.2f}".format),
-        Column("error", found["errors"], "{:+.0%}".format),
-    ]
-    summary = f"median error {found['median_error']:.0%}, largest {max(map(abs, found['errors'])):.0%}{order}"
-    return Table(f"predicted on cluster {found['cluster']} (± {found['band']:.0f} %)", columns, [summary])

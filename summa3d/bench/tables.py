@@ -16,7 +16,8 @@ COUNT, TENTHS, HUNDREDTHS = "{:,}".format, "{:.1f}".format, "{:.2f}".format
 def table(result: Mapping[str, Any]) -> Table:
     """The table of a benchmark result of any kind, with the machine as its last remark."""
     made = TABLES[result["kind"]](result)
-    return Table(made.title, made.columns, [*made.remarks, *result.get("failed", ()), *map(in_one_line, machines(result))])
+    remarks = [*made.remarks, *agreement(result), *result.get("failed", ()), *map(in_one_line, machines(result))]
+    return Table(made.title, made.columns, remarks)
 
 
 def machines(result: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -120,6 +121,24 @@ def times(rows: Sequence[ResultRow]) -> list[Column]:
     return [Column(name, in_ms(row["seconds"][end] for row in rows), digits) for name, end in ends.items()]
 
 
+def predicted(result: Mapping[str, Any], rows: Sequence[ResultRow]) -> list[Column]:
+    """The columns of predicted times, and of how far off they are where a benchmark compares them."""
+    compared = "errors" in (result.get("prediction") or {})
+    errors = [row["predicted"] / row["seconds"]["median"] - 1 if compared else None for row in rows]
+    times = in_ms(row.get("predicted") for row in rows)
+    return [Column("predicted ms", times, digits), Column("error", errors, "{:+.0%}".format)]
+
+
+def agreement(result: Mapping[str, Any]) -> list[str]:
+    """A line on how far off predictions are and how alike their order is; none where none were compared."""
+    found = result.get("prediction") or {}
+    if "errors" not in found:
+        return []
+    order = "" if found["kendall"] is None else f"; Kendall's tau of the order {found['kendall']:.2f}"
+    off = f"median error {found['median_error']:.0%}, largest {max(map(abs, found['errors'])):.0%}{order}"
+    return [f"predicted on cluster {found['cluster']} (± {found['band']:.0f} %): {off}"]
+
+
 def moved(rows: Sequence[ResultRow]) -> list[Column]:
     """The columns of a product's speed, words, messages and workspace."""
     return [
@@ -148,7 +167,7 @@ def gemm_table(result: Mapping[str, Any]) -> Table:
     title = f"{gemm_title(result)}, {rounds(rows)}"
     names = Column("algorithm and grid", [row["label"] for row in rows], left=True)
     given = [Column("ranks", [row["ranks"] for row in rows], csv_only=True), Column("m×n×k", [*map(sizes, rows)], csv_only=True)]
-    return Table(title, [names, *given, *times(rows), *moved(rows)], numpy_remarks(result))
+    return Table(title, [names, *given, *times(rows), *predicted(result, rows), *moved(rows)], numpy_remarks(result))
 
 
 def gemm_title(result: Mapping[str, Any]) -> str:
@@ -170,7 +189,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         Column("algorithm and grid", [place(row) for row in rows], left=True),
         Column("m×n×k", [sizes(row) for row in rows], csv_only=not weak),
         *times(rows),
-        Column("predicted ms", in_ms(row.get("predicted") for row in rows), digits),
+        *predicted(result, rows),
         *of_ratios("speed-up", [series.speed_up(row) for series, row in pairs]),
         Column("efficiency", [ratio and ratio.middle for ratio in (series.efficiency(row) for series, row in pairs)], digits),
         *moved(rows),
@@ -270,6 +289,7 @@ def block_table(result: Mapping[str, Any]) -> Table:
     columns = [
         Column("scheme and grid", [row["label"] for row in rows], left=True),
         *times(both),
+        *predicted(result, both),
         *(Column(phase, in_ms(row["seconds"][phase]["median"] for row in rows), digits) for phase in ("forward", "backward")),
         Column("words/rank", [_sum(row, "words_per_rank") for row in rows], COUNT),
         Column("messages", [_sum(row, "messages_per_rank") for row in rows], COUNT),

@@ -20,19 +20,17 @@ from ..files import grid_of, replace_text
 from ..launch.runtime import usable_cores
 from .block import add_block_arguments, block_result
 from .gemm import add_cluster_argument, machine_of
-from .traces import add_trace_arguments, check_trace_arguments, ranges_for
+from .traces import JSON, add_trace_arguments, check_positive, check_trace_arguments, ranges_for, rank_counts
 
 INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
 SWITCHES = ("lookahead", "sequence")  # options of algorithms that are on (1) or off (0)
 FORMS = ("nn", "nt", "tn", "tt")
-ALL = "all"
 NAMED = (
     "Time this algorithm on its grid of fewest words. The option may be repeated. "
     "`all` takes every algorithm that can use the ranks."
 )
 ENTRY = "Time this algorithm on this grid. Options such as panel=128 are listed with the axes. The option may be repeated."
 EVERY = "Time the library's choice against every algorithm on every grid that replicates no operand."
-JSON = "Write the result to FILE. - prints the result as one line instead of the table."
 CHOOSES_AND_PREDICTS = "Print times predicted for this described cluster beside the measured ones; products are chosen by it too."
 KIND_HELP = {
     "gemm": "Compare algorithms and grids on all ranks.",
@@ -83,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind in (strong, weak):
         kind.add_argument(
             "--ranks",
-            type=_counts,
+            type=rank_counts,
             metavar="1,2,4",
             help="Run on these rank counts. The default is all powers of two below the number of ranks, and that number.",
         )
@@ -107,7 +105,6 @@ def run(args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     from ..bench.machine import machine
-    from ..bench.predicted import as_table
     from ..bench.tables import table
     from ..comm.profile.trace import check_file
 
@@ -122,8 +119,7 @@ def run(args: argparse.Namespace) -> int:
     if world.rank == 0:
         for name in found["overrides"]:
             print(f"warning: {name} is set; OpenBLAS may run at half its speed. Unset {name}.", file=sys.stderr)
-        tables = [table(result), *([as_table(result)] if "prediction" in result else [])]
-        print(json.dumps(result) if args.json == "-" else "\n\n".join(one.text() for one in tables), flush=True)
+        print(json.dumps(result) if args.json == "-" else table(result).text(), flush=True)
         if file is not None:
             _write(file, json.dumps(result) + "\n", "--json")
     return 0
@@ -176,9 +172,7 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from ..bench.products import run_benchmark
     from ..comm.device.select import requested_device, take_device
 
-    for name in ("m", "n", "k", "rounds"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    check_positive(args, "m", "n", "k", "rounds")
     args.device = requested_device(args.device)
     threads = 0 if args.numpy is None else args.numpy or usable_cores()
     check_numpy(args.device, args.dtype, threads)
@@ -201,16 +195,6 @@ def check_numpy(device: str, dtype: str, threads: int) -> None:
         )
 
 
-def _counts(text: str) -> list[int]:
-    try:
-        counts = [int(part) for part in text.split(",")]
-    except ValueError:
-        counts = [0]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write it as 1,2,4")
-    return counts
-
-
 def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     """The entries of --entry, then those of --every-grid or --algorithm; without any, the library's choice."""
     from ..bench.products import Problem, ProductEntry
@@ -222,25 +206,29 @@ def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     if args.every_grid:
         yield from every_grid(problem, ranks, args.machine)
     elif args.algorithm or not args.entry:
-        yield from _of_algorithms(args.algorithm, problem, ranks, args.machine)
+        yield from _of_algorithms(args, [ranks])
 
 
 def scaling_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
-    """The entries of strong and weak scaling: the points of a sweep of products, all in one race.
+    """Yield the entries of strong and weak scaling: the points of a sweep of products, all in one race."""
+    counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
+    if max(counts) > ranks:
+        raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started. Start at least {max(counts)} ranks.")
+    yield from _of_algorithms(args, counts)
+
+
+def _of_algorithms(args: argparse.Namespace, counts: list[int]) -> Iterator[Any]:
+    """Yield the points of a sweep of --algorithm, or of what the library chooses, each on its grid of fewest words.
 
     Algorithms that cannot use a rank count are left out where several are named.
     """
     from ..sweep.file import Sweep
-    from ..sweep.points import ALL as EVERY_ALGORITHM
-    from ..sweep.points import CHOSEN, entry_of, expand
+    from ..sweep.points import ALL, CHOSEN, entry_of, expand
 
-    counts = args.ranks or sorted({ranks, *(1 << power for power in range(ranks.bit_length()) if 1 << power <= ranks)})
-    if max(counts) > ranks:
-        raise ConfigError(f"--ranks asks for {max(counts)}; {ranks} were started. Start at least {max(counts)} ranks.")
-    names = [CHOSEN] if not args.algorithm else [EVERY_ALGORITHM] if ALL in args.algorithm else args.algorithm
+    names = [CHOSEN] if not args.algorithm else [ALL] if ALL in args.algorithm else args.algorithm
     base = {name: getattr(args, name) for name in ("m", "n", "k", "form", "dtype", "device")}
-    rule = "cube" if args.kind == "weak" else ""
-    sweep = Sweep(args.kind, args.kind, "gemm", "", counts, base, {"algorithm": names}, weak=rule, base_ranks=1)
+    kind, rule = ("weak", "cube") if args.kind == "weak" else ("strong", "")
+    sweep = Sweep(kind, kind, "gemm", "", counts, base, {"algorithm": names}, weak=rule, base_ranks=1)
     points, refused = expand(sweep)
     if refused and len(names) == 1:
         raise refused[0].error
@@ -249,21 +237,6 @@ def scaling_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
 
 
 MAKERS = {"gemm": gemm_entries, "strong": scaling_entries, "weak": scaling_entries}
-
-
-def _of_algorithms(names: list[str] | None, problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
-    """An entry for each named algorithm on its grid of fewest words; algorithms that cannot use `ranks` ranks are left out."""
-    from ..bench.products import ProductEntry, fewest_words, own_choice
-    from ..gemm.algorithms.registry import ALGORITHMS, algorithm
-
-    if not names:
-        yield own_choice(problem, ranks, machine)
-        return
-    several = ALL in names or len(names) > 1
-    for name in ALGORITHMS if ALL in names else names:
-        found = algorithm(name, None if several else ranks)
-        if found.grids(ranks):
-            yield ProductEntry(found.name, fewest_words(found, problem, ranks), problem)
 
 
 def every_grid(problem: Any, ranks: int, machine: Any) -> Iterator[Any]:

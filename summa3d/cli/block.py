@@ -11,7 +11,7 @@ from typing import Any
 from ..comm.device.arrays import DEVICES
 from ..errors import ConfigError
 from ..files import grid_of
-from .traces import ranges_for
+from .traces import JSON, check_positive, ranges_for
 
 ALL = "all"
 SCHEME = (
@@ -76,9 +76,7 @@ def add_block_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--factor", type=int, default=8, help="Divide the paper's s and h by this number, which keeps the ratio b·s/h."
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="Write the result to FILE. - prints the result as one line instead of the table."
-    )
+    parser.add_argument("--json", metavar="FILE", help=JSON)
 
 
 def block_result(args: argparse.Namespace) -> dict[str, Any]:
@@ -91,9 +89,7 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     from ..cluster import load
     from ..train.device import open_device
 
-    for name in ("blocks", "batch", "rounds", "factor"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    check_positive(args, "blocks", "batch", "rounds", "factor")
     args.device = open_device(args.device, MPI.COMM_WORLD).type
     case, about = _paper_case(args) if args.paper_shape else (Case(_config(args), args.batch, args.dtype, args.device), {})
     entries = list(_entries(args.scheme or [ALL], {"yes": (True,), "no": (False,), "both": (True, False)}[args.regather], case))

@@ -117,28 +117,3 @@ def commented(given: Mapping[str, Any]) -> str:
         lines += textwrap.wrap(key.meaning, WIDTH, initial_indent="# ", subsequent_indent="# ")
         lines.append(f"{name} = {_as_toml(values[name])}" if name in values else f"# {name} = {key.default}")
     return "\n".join(lines) + "\n"
-
-
-def page() -> str:
-    """The page docs/config.md."""
-    lines = [
-        "# Configuration keys",
-        "",
-        "What `summa3d train` reads from a TOML file or from `--set KEY=VALUE`. `summa3d config KEY` shows a key,",
-        "`summa3d config --toml` a file with all of them. `python docs/config.py` prints this page.",
-        "",
-        "## Shipped configurations",
-        "",
-        "| name | |",
-        "|---|---|",
-        *(f"| `{name}` | {title} |" for name, title in configuration.shipped().items()),
-    ]
-    table = None
-    for key in keys():
-        before = key.name.rpartition(".")[0]
-        if before != table:
-            lines += ["", f"## {f'Table `{before}`' if before else 'Top level'}", "", "| key | type | default | meaning |"]
-            lines.append("|---|---|---|---|")
-            table = before
-        lines.append(f"| `{key.name}` | {key.kind} | `{key.default}` | {key.meaning.replace('|', chr(92) + '|')} |")
-    return "\n".join(lines) + "\n"

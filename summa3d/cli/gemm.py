@@ -5,21 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from ..comm.device.arrays import DEVICES, numpy_dtype, quiet
 from ..dtypes import DTYPES, HALVES
 from ..errors import ConfigError
 from ..files import grid_of
-from ..launch.runtime import on_all_cores, usable_cores
-from .traces import add_trace_arguments, check_trace_arguments, ranges_for
+from ..launch.runtime import usable_cores
+from .traces import add_trace_arguments, check_positive, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
     from ..bench.products import ProductEntry, ProductRunner
@@ -114,9 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.cluster is not None and args.grid is not None:
         raise ConfigError("--cluster helps to choose a grid, and --grid names one: leave one of them out.")
-    for name in ("m", "n", "k", "repeat"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    check_positive(args, "m", "n", "k", "repeat")
     args.device = requested_device(args.device)
     requested(args.transport)
     check_trace_arguments(args, MPI.COMM_WORLD)
@@ -255,13 +251,10 @@ def whole_operand(rows: int, columns: int, dtype: str) -> np.ndarray:
 
 def serial_product(left: np.ndarray, right: np.ndarray, repeat: int, seconds: list[float]) -> np.ndarray:
     """left·right by numpy with one thread per core; appends the times of `repeat` runs, after a warm-up run, to `seconds`."""
+    from ..bench.products import numpy_seconds
+
     product = np.empty((left.shape[0], right.shape[1]), left.dtype)
-    with on_all_cores(), threadpool_limits(limits=usable_cores(), user_api="blas"):
-        for _ in range(repeat + 1):
-            start = time.perf_counter()
-            np.matmul(left, right, out=product)
-            seconds.append(time.perf_counter() - start)
-    del seconds[0]
+    seconds += [numpy_seconds(left, right, product, usable_cores()) for _ in range(repeat + 1)][1:]
     return product
 
 

@@ -8,11 +8,13 @@ import difflib
 import errno
 import importlib
 import io
+import json
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .. import preemption
@@ -54,82 +56,10 @@ COMMANDS = {
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
 WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
-EXAMPLES = {
-    "launch": (
-        "summa3d launch -n 4 train demo",
-        "summa3d launch -n 8 gemm --m 2048 --n 2048 --k 2048",
-        "summa3d launch -n 8 examples/product.py",
-        "summa3d launch -n 2 -m pytest --with-mpi tests/comm",
-    ),
-    "gemm": (
-        "summa3d launch -n 8 gemm --m 2048 --n 2048 --k 2048 --check",
-        "summa3d launch -n 4 gemm --m 900 --n 700 --k 800 --algorithm summa --grid x=2,y=2 --panel 128",
-    ),
-    "train": (
-        "summa3d launch -n 4 train demo",
-        "summa3d launch -n 4 train demo --run runs/demo --resume --set train.steps=600",
-        "summa3d launch -n 4 train llama-tiny --set scheme=summa --set grid.x=2 --set grid.y=2",
-        "summa3d train gpt2-small --dry-run --ranks 32",
-    ),
-    "generate": ('summa3d generate runs/demo --prompt "class " --tokens 200 --seed 1',),
-    "config": (
-        "summa3d config",
-        "summa3d config train.learning_rate",
-        "summa3d config llama-tiny > mine.toml",
-    ),
-    "checkpoint": (
-        "summa3d checkpoint inspect runs/demo",
-        "summa3d checkpoint verify runs/demo",
-        "summa3d checkpoint import FOLDER runs/gpt2",
-        "summa3d checkpoint export runs/demo OUT",
-    ),
-    "bench": (
-        "summa3d launch -n 8 bench gemm --m 1024 --n 1024 --k 1024 --algorithm all",
-        "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --json strong.json",
-        "summa3d launch -n 8 bench block --scheme cuboid:2,2,2 --scheme oned",
-        "summa3d launch -n 8 bench calibrate --write",
-        "summa3d launch -n 8 bench strong --m 2048 --n 2048 --k 2048 --cluster here",
-    ),
-    "sweep": (
-        "summa3d sweep plan optimus-weak",
-        "summa3d sweep run product-strong --set ranks=1,2,4 --set m=1024 --dir runs/sweeps/strong",
-        "summa3d launch -n 4 sweep run product-strong --fewer --set ranks=1,2,4",
-        "summa3d sweep collect runs/sweeps -o all.jsonl",
-        "summa3d sweep report all.jsonl",
-    ),
-    "report": (
-        "summa3d report strong.json weak.json",
-        "summa3d report --merge job1.jsonl job2.jsonl --format latex",
-    ),
-    "plot": ("summa3d plot runs/cuboid runs/oned --out losses.pdf",),
-    "plan": (
-        "summa3d plan --model gpt3-175b --cluster selene --ranks 1024 --batch 1536",
-        "summa3d plan --model llama3-70b --cluster dgx-h100 --ranks 64 --batch 256 --limit y<=8 --write runs/planned",
-        "summa3d plan --paper optimus",
-        "summa3d plan --paper optimus --plots figures",
-        "summa3d plan schedule --pp 4 --micro-batches 8",
-        "summa3d plan schedule --pp 4 --micro-batches 8 --schedule interleaved --chunks 2 --png schedule.png",
-        "summa3d plan schedule --pp 3 --micro-batches 6 --layers 5,4,3",
-        "summa3d plan formulas --layers 128 --hidden 25600 --tokens 450e9 --ranks 3072 --tflops 163",
-    ),
-    "doctor": ("summa3d doctor", "summa3d doctor --json", "summa3d doctor --flight runs/demo/flight"),
-}
-VARIABLES = {
-    "SUMMA3D_DEVICE": "cpu or cuda: where gemm, train, generate and bench compute",
-    "SUMMA3D_TRANSPORT": "auto, nccl, cuda-aware or pinned: what carries device arrays",
-    "SUMMA3D_NODE_MEMORY": "no: leave communication inside a node to MPI",
-    "SUMMA3D_BLAS": "numpy, mkl, torch (for tensors) or a file: what multiplies blocks on the host",
-    "SUMMA3D_CLUSTER": "a file: the description of this machine that --cluster here reads and bench calibrate writes",
-    "SUMMA3D_BIND": "no: do not bind ranks that outnumber the cores to one core each",
-    "SUMMA3D_UNLINK": "no: let MPICH's shared segments keep their names in /dev/shm until the job ends",
-    "SUMMA3D_CACHE": "the folder in which plan keeps traced cells",
-    "SUMMA3D_WATCHDOG": "seconds after which a job that hangs is ended, 600 by default; 0: never; a script's only where set",
-    "SUMMA3D_ABORT": "no: do not end the job when one rank of a script raises, or exits with a status",
-    "SUMMA3D_FLIGHT": "no: do not record communications; a folder: where to",
-    "SUMMA3D_MPIEXEC": "a launcher, arguments too: what `summa3d launch` starts",
-    "OMP_NUM_THREADS": "threads of a rank; by default ranks share the cores of their node",
-    "OMP_WAIT_POLICY": "active: idle threads spin; by default they sleep",
-}
+HELP = json.loads(Path(__file__).with_name("help.json").read_text(encoding="utf-8"))
+"""What help shows: examples of each command, and what environment variables do."""
+EXAMPLES: dict[str, list[str]] = HELP["examples"]
+VARIABLES: dict[str, str] = HELP["variables"]
 EXTRAS = {
     **dict.fromkeys(("torch", "safetensors", "rich", "tomli_w"), "train"),
     "tokenizers": "bpe",
@@ -144,6 +74,11 @@ OF_FILES = (
     *(errno.EISDIR, errno.ENOTDIR, errno.EIO),
 )
 """What a file system says of a file: the user's to mend."""
+NO_MEMORY = (
+    *("DefaultCPUAllocator", "can't start new thread", "calculation overflowed", "Overflow when", "Invalid shape dimension"),
+    "failed to map segment",
+)
+"""What errors of numpy, CuPy and torch say of an allocation that failed."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE
 COMPLETION_VARIABLE = "_ARGCOMPLETE"  # set by the shell's hook
 RANK_0_SECONDS = 1.0  # seconds that ranks wait for rank 0 to print, or rank 0 for them to end, where MPI cannot order them
@@ -335,21 +270,8 @@ def _no_library(error: Exception) -> LaunchError:
 
 def _out_of_memory(error: Exception) -> bool:
     """Whether the error says that an allocation of numpy, CuPy or torch failed; each library raises its own type."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or any(
-            sign in str(error)
-            for sign in (
-                "DefaultCPUAllocator",
-                "can't start new thread",
-                "calculation overflowed",
-                "Overflow when",
-                "Invalid shape dimension",
-                "failed to map segment",
-            )
-        )
-    )
+    named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return named or any(sign in str(error) for sign in NO_MEMORY)
 
 
 def _without_command(name: str) -> int:

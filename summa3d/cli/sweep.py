@@ -21,6 +21,7 @@ from ..files import replace_text, whole
 from ..interpreter import module
 from .block import QUIET_PROFILER
 from .report import add_outputs, show
+from .traces import rank_counts
 
 if TYPE_CHECKING:
     from ..sweep.file import Sweep
@@ -56,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         one.add_argument("--dir", type=Path, metavar="DIR", help=f"Write there. The default is {FOLDER}/NAME.")
     run = made["run"]
-    run.add_argument("--ranks", type=_counts, metavar="1,2,4", help="Run these rank counts only. The default is all of the file.")
+    run.add_argument(
+        "--ranks", type=rank_counts, metavar="1,2,4", help="Run these rank counts only. The default is all of the file."
+    )
     run.add_argument("--retry", action="store_true", help="Run points again whose line is an error.")
     run.add_argument(
         "--fewer",
@@ -79,13 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for one in (collect, made["report"]):
         one.add_argument("places", nargs="+", type=Path, metavar="DIR|FILE", help="Read all points in this folder, or this file.")
     add_outputs(made["report"])
-
-
-def _counts(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write it as 1,2,4") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -202,7 +198,7 @@ def measure(args: argparse.Namespace) -> int:
         return [point for point in points if point.ranks == world.size or (args.fewer and point.ranks < world.size)]
 
     before = world.bcast(time.time()) if args.retry else args.retry_before
-    say = _say if world.rank == 0 else _silent
+    say = _say if world.rank == 0 else lambda text: None
     points = on_root(world, chosen, DataError)
     if not points:
         launched = launched_as()
@@ -233,7 +229,3 @@ def _names(found: Iterable[dict[str, dict[str, str]]]) -> list[str]:
 
 def _say(text: str) -> None:
     print(f"summa3d sweep: {text}", file=sys.stderr, flush=True)
-
-
-def _silent(text: str) -> None:
-    """Say nothing: rank 0 does."""

@@ -1,4 +1,4 @@
-"""The options `--trace FILE` and `--nvtx`, which several subcommands share."""
+"""The options `--trace FILE` and `--nvtx`, which several subcommands share, and checks of numbers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,27 @@ NVTX = (
     "Show phases and communications to a profiler as NVTX ranges, through CuPy or torch. --trace also shows them where one of "
     "these libraries is available."
 )
+
+
+JSON = "Write the result to FILE. - prints the result as one line instead of the table."
+
+
+def rank_counts(text: str) -> list[int]:
+    """Return the rank counts of an option, as "1,2,4". Raises argparse.ArgumentTypeError for other text."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rank counts; write it as 1,2,4")
+    return counts
+
+
+def check_positive(args: argparse.Namespace, *names: str) -> None:
+    """Raise ConfigError for options below 1."""
+    for name in names:
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, what: str) -> None:

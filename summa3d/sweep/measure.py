@@ -112,18 +112,12 @@ def _products(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder:
         take_device(world)
     machine = Machine(cluster or default_cluster(), node=device == "cpu" and in_one_node(world))
     rows = run_products([entry_of(point, machine) for point in race], world, sweep.rounds)["rows"]
-    return [
-        {
-            "seconds": row["seconds"],
-            "predicted": predict.seconds(point, cluster, machine),
-            "flops": point.problem.flops,
-            "words": row.get("words_per_rank"),
-            "words_formula": row.get("words_per_rank_formula"),
-            "split": row.get("split"),
-            "row": row,
-        }
-        for point, row in zip(race, rows, strict=True)
-    ]
+    found = []
+    for point, row in zip(race, rows, strict=True):
+        words = {"words": row.get("words_per_rank"), "words_formula": row.get("words_per_rank_formula")}
+        seconds = {"seconds": row["seconds"], "predicted": predict.seconds(point, cluster, machine)}
+        found.append({**seconds, "flops": point.problem.flops, **words, "split": row.get("split"), "row": row})
+    return found
 
 
 def _on_first(world: MPI.Intracomm, ranks: int, act: Callable[[MPI.Intracomm], Any]) -> Any:
@@ -151,22 +145,11 @@ def _blocks(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: P
     entries, cases = zip(*map(predict.block_of, race), strict=True)
     open_device(cases[0].device, world)
     rows = _on_first(world, race[0].ranks, lambda comm: run_blocks(entries, cases[0], comm, sweep.rounds))["rows"]
-    return _foretold(
-        race,
-        sweep,
-        world,
-        [
-            {
-                "seconds": row["seconds"]["both"],
-                "flops": cases[0].flops,
-                "sequences": cases[0].batch,
-                "words": sum(row["words_per_rank"].values()),
-                "split": row["split"],
-                "row": row,
-            }
-            for row in rows
-        ],
-    )
+    work, found = {"flops": cases[0].flops, "sequences": cases[0].batch}, []
+    for row in rows:
+        words = sum(row["words_per_rank"].values())
+        found.append({"seconds": row["seconds"]["both"], **work, "words": words, "split": row["split"], "row": row})
+    return _foretold(race, sweep, world, found)
 
 
 def _steps(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:

@@ -33,6 +33,8 @@ PRODUCT = (*SIZES, "form", "dtype", "device", "algorithm")
 WORK = ("m", "n", "k", "form", "dtype", "device", "model.", "data.", "train.batch", "train.seed")
 """Keys, or their beginnings, that name the work of a point; the others say how it is done, and are raced."""
 GRID = "grid."
+Keys = Mapping[str, Any]
+"""Dotted keys and their values."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Point:
 
     what: str
     ranks: int
-    config: Mapping[str, Any]
+    config: Keys
     repeat: int = 0
     series: str = field(default="", compare=False)
     x: Any = field(default=None, compare=False)
@@ -156,14 +158,7 @@ def _defaults(sweep: Sweep) -> dict[str, Any]:
 
 
 def _on_grids(
-    sweep: Sweep,
-    name: str,
-    vary: Mapping[str, Any],
-    unscaled: Mapping[str, Any],
-    config: dict[str, Any],
-    ranks: int,
-    spec: Any,
-    repeat: int,
+    sweep: Sweep, name: str, vary: Keys, unscaled: Keys, config: Keys, ranks: int, spec: Any, repeat: int
 ) -> Iterator[Point | Refusal]:
     """The points of one configuration: one for each grid that `spec` asks for."""
     race = json.dumps({key: value for key, value in unscaled.items() if key.startswith(WORK)}, sort_keys=True)
@@ -183,14 +178,14 @@ def _on_grids(
         yield Refusal(_series(sweep, name, vary, config), ranks, error)
 
 
-def _series(sweep: Sweep, name: str, vary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+def _series(sweep: Sweep, name: str, vary: Keys, config: Keys) -> str:
     """The name of a point's line: its series, else the scheme or algorithm, and what else is varied."""
     main = "algorithm" if sweep.what == "gemm" else "scheme"
     others = [f"{key.rpartition('.')[2]}={config[key]}" for key in vary if key not in (main, sweep.x) and key in config]
     return " ".join([name or str(config.get(main, "cuboid")), *others])
 
 
-def _grids(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+def _grids(sweep: Sweep, config: Keys, ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     """What the grid decides of the configuration, and the grids that are meant. Raises GridError where there is none."""
     if isinstance(spec, list):
         listed = [axes_of(one) for one in spec]
@@ -208,7 +203,7 @@ def _grids(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: Any) -> It
         yield from (({}, axes) for axes in _of_models(sweep, config, ranks, spec))
 
 
-def _check_product(config: Mapping[str, Any]) -> None:
+def _check_product(config: Keys) -> None:
     """Raise ConfigError for unknown or missing keys of a product, and for an unknown algorithm or dtype."""
     known = (*PRODUCT, *(option for found in ALGORITHMS.values() for option in found.options))
     for key in config:
@@ -233,7 +228,7 @@ def _check_listed(name: str, grids: Sequence[Mapping[str, int]], ranks: int) -> 
             raise GridError(f"{name} has no grid {describe(axes)}. Its grids of {ranks} ranks: {known}.")
 
 
-def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
+def _of_products(config: Keys, ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     name = config["algorithm"]
     if name == CHOSEN:
         yield {}, {}
@@ -247,7 +242,7 @@ def _of_products(config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[t
             yield from (({"algorithm": found.name}, dict(axes)) for axes in chosen)
 
 
-def _of_models(sweep: Sweep, config: Mapping[str, Any], ranks: int, spec: str) -> Iterator[dict[str, int]]:
+def _of_models(sweep: Sweep, config: Keys, ranks: int, spec: str) -> Iterator[dict[str, int]]:
     """The grids of a model for each replica and stage: the planner's pick, the one of the fewest words, or all that fit."""
     from ..nn.choose import choose
     from ..nn.schemes.registry import SCHEME_SPECS
@@ -288,7 +283,7 @@ def _planned_on(sweep: Sweep, device: str | None) -> Cluster | None:
     return None if device == "cuda" else host(sweep.ranks_per_node, sweep.ranks_per_node, "assumed")
 
 
-def _fits(config: Mapping[str, Any], ranks: int, axes: Mapping[str, int]) -> bool:
+def _fits(config: Keys, ranks: int, axes: Mapping[str, int]) -> bool:
     try:
         _check(Point("block", ranks, {**config, **{f"{GRID}{axis}": size for axis, size in axes.items()}}))
     except Summa3dError:

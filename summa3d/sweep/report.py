@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from ..bench import tables
 from ..bench.plots import caption, forecast, legend, on_machines, plain, ratios, thousands, timed, times
 from ..bench.race import COMPUTE, OTHER
 from ..bench.results import alike, of_lines
 from ..bench.series import in_ranks
 from ..bench.statistics import Spread, ratio, times_of
-from ..bench.tables import COUNT, HUNDREDTHS, digits, in_ms, of_ratios, rounds
+from ..bench.tables import COUNT, HUNDREDTHS, digits, of_ratios, rounds
 from ..figures import COLOURS, COLUMN, look
 from ..plan.papers.paper import table_of as paper_of
 from ..table import Column, Table
@@ -116,10 +117,8 @@ def table(result: Mapping[str, Any]) -> Table:
         Column("point", [line["label"] for line in lines], left=True),
         Column("ranks", [line["ranks"] for line in lines]),
         Column(about["x"], [line["x"] for line in lines], csv_only=about["x"] in ("ranks", "grid")),
-        Column("median ms", in_ms(line["seconds"]["median"] for line in lines), digits),
-        Column("min", in_ms(line["seconds"]["min"] for line in lines), digits),
-        Column("max", in_ms(line["seconds"]["max"] for line in lines), digits),
-        Column("predicted ms", in_ms(line.get("predicted") for line in lines), digits),
+        *tables.times(lines),
+        *tables.predicted({}, lines),
         Column("Gflop/s", [rate(line) / GIGA for line in lines], digits),
         Column("GFLOP/rank", [line["flops"] / line["ranks"] / GIGA for line in lines], digits),
         *of_ratios("speed-up", [curve.speed(line) for curve, line in pairs]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
@@ -26,7 +26,7 @@ from .loop import total
 from .optimizer import AdamW
 from .precision import torch_dtype, working_weights
 
-MEBI = 1 << 20
+MEBI, GIGA = 1 << 20, 1e9
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
 STAGE_TERMS = ("parameters", "activations", "peak")
 CLIPPED = 0.5
@@ -70,6 +70,10 @@ class PlacedStep:
         """All words that the rank receives in a step."""
         return sum(words for axes in self.words.values() for words in axes.values())
 
+    def carried_by(self, device: str) -> str:
+        """Say what communicates; of a node's memory, along which axes."""
+        return "NCCL" if device == "cuda" else f"node: {' '.join(self.node_axes)}" if self.node_axes else "MPI"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Report(PlacedStep):
@@ -101,27 +105,27 @@ class Report(PlacedStep):
 
     def tables(self) -> tuple[Table, Table]:
         """Bytes by term, of the fullest rank and on the mean; then words, messages and bytes received by phase and axis."""
-        held = Table(
-            f"{self.scheme} on {self.ranks} ranks, {self.dtype}: MiB of a rank",
-            [
-                Column("term", list(self.bytes), left=True),
-                Column("fullest", [nbytes / MEBI for nbytes in self.bytes.values()], "{:,.2f}".format),
-                Column("mean", [self.mean_bytes[term] / MEBI for term in self.bytes], "{:,.2f}".format),
-            ],
-        )
+        placements, columns = [self, *filter(None, [self.one_node])], [Column("MiB of a rank", list(self.bytes), left=True)]
+        for one in placements:
+            fullest, mean = ([held[term] / MEBI for term in self.bytes] for held in (one.bytes, one.mean_bytes))
+            columns.append(Column(f"rank {one.fullest_rank}, {one.carried_by(self.device)}", fullest, "{:,.2f}".format))
+            columns.append(Column("mean", mean, "{:,.2f}".format))
+        pairs = zip(*((one.bytes, one.mean_bytes) for one in placements), strict=True)
+        most, mean = (max(held["peak"] + held["node"] for held in of) / MEBI for of in pairs)
+        need = f"needs at most {most:,.1f} MiB on a rank and {mean * self.ranks:,.1f} MiB on all ranks, beside Python itself"
+        grid = ",".join(f"{name}={size}" for name, size in self.grid.items())
+        title = f"{self.scheme} on {self.ranks} rank(s), grid {grid}, {self.dtype}, recompute {self.recompute}"
         lines = [(phase, axis) for phase, axes in self.words.items() for axis in axes]
-        moved = Table(
-            f"{self.total_words:,} words received by rank {self.fullest_rank} in a step",
-            [
-                Column("phase", [phase for phase, _ in lines], left=True),
-                Column("axis", [axis for _, axis in lines], left=True),
-                *(
-                    Column(name, [amounts[phase][axis] for phase, axis in lines], "{:,}".format)
-                    for name, amounts in (("words", self.words), ("messages", self.messages), ("bytes", self.received))
-                ),
-            ],
-        )
-        return held, moved
+        moved = [
+            Column("phase", [phase for phase, _ in lines], left=True),
+            Column("axis", [axis for _, axis in lines], left=True),
+            *(
+                Column(name, [amounts[phase][axis] for phase, axis in lines], "{:,}".format)
+                for name, amounts in (("words", self.words), ("messages", self.messages), ("bytes", self.received))
+            ),
+        ]
+        words = f"{self.total_words:,} words received by rank {self.fullest_rank} in a step"
+        return Table(title, columns, [need]), Table(words, moved)
 
     def to_frame(self) -> Any:
         """Words, messages and bytes received by phase and axis, as a DataFrame. ConfigError where pandas is not installed."""
@@ -131,8 +135,26 @@ class Report(PlacedStep):
         return "\n".join(table.html() for table in self.tables())
 
     def __str__(self) -> str:
-        found = self.as_json()
-        return "\n".join([_memory(found), *([_stages(found)] if self.stages else []), _work(found)])
+        held, moved = self.tables()
+        return "\n\n".join(table.text() for table in (held, *self._of_stages(), self._operations(), moved))
+
+    def _of_stages(self) -> Iterator[Table]:
+        """Yield the table of what the fullest rank of each rank of a pipeline holds, and what it receives on axis pp."""
+        if self.stages:
+            columns = [Column(name, [one[name] for one in self.stages]) for name in ("pp", "rank")]
+            columns.append(Column("layers", [",".join(map(str, one["layers"])) for one in self.stages], left=True))
+            for term in STAGE_TERMS:
+                columns.append(Column(term, [one[term] / MEBI for one in self.stages], "{:,.2f}".format))
+            columns.append(Column("words on pp", [one["words"] for one in self.stages], "{:,}".format))
+            yield Table(f"MiB of the pipeline's ranks, {self.carried_by(self.device)}", columns)
+
+    def _operations(self) -> Table:
+        """Return the table of what the fullest rank computes and moves in a step, by kind."""
+        columns, of = [Column("operations", list(self.operations), left=True)], self.operations.values()
+        columns.append(Column("count", [one["count"] for one in of], "{:,}".format))
+        columns.append(Column("GFLOP", [one["flops"] / GIGA for one in of], "{:,.3f}".format))
+        columns.append(Column("MiB", [one["bytes"] / MEBI for one in of], "{:,.2f}".format))
+        return Table(f"{self.parameters:,} parameters; rank {self.fullest_rank} in a step", columns)
 
 
 def dry_run(
@@ -309,55 +331,3 @@ def _by_stage(setting: Setting, held: Mapping[int, dict[str, int]], steps: Mappi
             found[what] = sum(many for axes in moved.values() for axis, many in axes.items() if axis.startswith("pp"))
         rows.append(found)
     return rows
-
-
-def _stages(found: dict[str, Any]) -> str:
-    """What the fullest rank of each rank of the pipeline holds, and what it receives on axis pp, as text."""
-    lines = [f"\n{'pp':<5}{'rank':>7}  {'layers':<12}{'parameters':>12}{'activations':>13}{'peak':>12}{'words on pp':>17}"]
-    lines[0] += f"   (MiB, {_carried(found, found['device'])})"
-    for one in found["stages"]:
-        layers, sizes = ",".join(map(str, one["layers"])), [one[term] / MEBI for term in ("parameters", "activations", "peak")]
-        cells = f"{sizes[0]:>12,.2f}{sizes[1]:>13,.2f}{sizes[2]:>12,.2f}{one['words']:>17,}"
-        lines.append(f"{one['pp']:<5}{one['rank']:>7}  {layers:<12}{cells}")
-    return "\n".join(lines)
-
-
-def _work(found: dict[str, Any]) -> str:
-    """What the fullest rank computes and moves in a step, as text: operations by kind, words and messages by phase and axis."""
-    lines = [f"\n{found['parameters']:,} parameters; rank {found['fullest_rank']} in a step:"]
-    lines += [f"{'operations':<16}{'count':>12}{'GFLOP':>12}{'MiB':>12}"]
-    for kind, amounts in found["operations"].items():
-        lines.append(f"{kind:<16}{amounts['count']:>12,}{amounts['flops'] / 1e9:>12,.3f}{amounts['bytes'] / MEBI:>12,.2f}")
-    lines += [f"{'words':<16}{'axis':>12}{'words':>16}{'messages':>12}"]
-    for phase, axes in found["words"].items():
-        for axis, words in axes.items():
-            lines.append(f"{phase:<16}{axis:>12}{words:>16,}{found['messages'][phase][axis]:>12,}")
-    return "\n".join(lines)
-
-
-def _memory(found: dict[str, Any]) -> str:
-    """What `predict` found, as text: for each placement, the fullest rank's terms and the means; then what a run needs."""
-    axes = ",".join(f"{name}={size}" for name, size in found["grid"].items())
-    lines = [f"{found['scheme']} on {found['ranks']} rank(s), grid {axes}, {found['dtype']}, recompute {found['recompute']}"]
-    placements = [found, *([found["one_node"]] if "one_node" in found else [])]
-    heads = [f"{'rank ' + str(one['fullest_rank']):>12}{'mean':>12}" for one in placements]
-    lines += [_row("", [f"{_carried(one, found['device']):>24}" for one in placements]), _row("MiB per rank", heads)]
-    for term in found["bytes"]:
-        cells = (f"{one['bytes'][term] / MEBI:>12,.2f}{one['mean_bytes'][term] / MEBI:>12,.2f}" for one in placements)
-        lines.append(_row(term, cells))
-    most, mean = (max(one[which]["peak"] + one[which]["node"] for one in placements) / MEBI for which in ("bytes", "mean_bytes"))
-    lines.append(
-        f"needs at most {most:,.1f} MiB on a rank and {mean * found['ranks']:,.1f} MiB on all ranks, beside Python itself"
-    )
-    return "\n".join(lines)
-
-
-def _row(name: str, cells: Iterable[str]) -> str:
-    return f"{name:<16}" + "  ".join(cells)
-
-
-def _carried(placement: dict[str, Any], device: str) -> str:
-    """What communicates; of a node's memory, along which axes."""
-    if device == "cuda":
-        return "NCCL"
-    return f"node: {' '.join(placement['node_axes'])}" if placement["node_axes"] else "MPI"
