@@ -100,6 +100,8 @@ def binding_of(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed 
 
 def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None) -> Binding:
     """The binding of an algorithm whose layouts the operands have, if it leaves C where it shall lie; else of any layouts."""
+    if wanted.algorithm == ANY and wanted.options:
+        raise ConfigError(f"Products of any layouts have no options; leave {', '.join(wanted.options)} out.")
     target = _target(a, wanted, out)
     grid, found = a.grid, None
     if wanted.algorithm != ANY and b.grid is grid:

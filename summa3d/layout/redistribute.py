@@ -318,25 +318,27 @@ class Exchange:
 
     def run(self, block: Array, out: Array) -> None:
         """Fill `out`, this rank's new block, by the one plan."""
-        for piece, elements in self.pieces(block)[0]:
-            put(out, piece.put, elements)
+        for pieces in self.pieces(block):
+            for piece, elements in pieces:
+                put(out, piece.put, elements)
 
-    def pieces(self, block: Array) -> list[list[tuple[Piece, Array]]]:
-        """The pieces of this rank's new block, for each plan: what it keeps of `block`, and what the others send."""
-        found = [[] if own is None else [(own, taken(block, own.take))] for own in self._kept]
+    def pieces(self, block: Array) -> Iterator[list[tuple[Piece, Array]]]:
+        """Exchange, then yield the pieces of this rank's new block by each plan: what it keeps of `block`, and what came."""
+        kept = [[] if own is None else [(own, taken(block, own.take))] for own in self._kept]
         if not self.moves:
-            return found
+            yield from kept
+            return
         packed, start = self.axis.ledger.track(empty((sum(self._sizes),), block)), 0
         for piece in sorted(self._gives, key=lambda one: one.receiver):
             packed[start : start + piece.words] = taken(block, piece.take).reshape(-1)
             start += piece.words
         arrived = self.axis.ledger.track(self.axis.all_to_all(packed, sizes=self._sizes, receive_sizes=self._receive_sizes))
+        del packed
         starts = list(itertools.accumulate(self._receive_sizes, initial=0))
-        for pieces, takes in zip(found, self._takes, strict=True):
-            for piece in takes:
-                first = starts[piece.sender]
-                pieces.append((piece, arrived[first : first + piece.words].reshape(piece.shape)))
-        return found
+        for own, takes in zip(kept, self._takes, strict=True):
+            firsts = [starts[piece.sender] for piece in takes]
+            came = [arrived[first : first + piece.words].reshape(piece.shape) for first, piece in zip(firsts, takes, strict=True)]
+            yield own + list(zip(takes, came, strict=True))
 
 
 def taken(block: Array, runs: tuple[Runs, ...]) -> Array:

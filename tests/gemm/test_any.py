@@ -12,9 +12,11 @@ from random import Random
 import numpy as np
 import pytest
 from any_layouts import Case, random_case, stored
+from kinds import array, numbers, plain
 
 from summa3d.comm.grid import Grid, Place
-from summa3d.gemm import DistMatrix, matmul
+from summa3d.errors import AgreementError, ConfigError, LayoutError, ShapeError
+from summa3d.gemm import CuboidPlan, DistMatrix, matmul, volume
 from summa3d.gemm.any_layout.planned import plan_any
 from summa3d.gemm.binding import Binding
 from summa3d.layout import BlockCyclic, Layout
@@ -252,3 +254,226 @@ def test_plans_do_not_depend_on_the_hashes_of_texts(request):
         for seed in ("1", "2")
     ]
     assert texts[0] == texts[1] and texts[0].count("→") >= 30
+
+
+# -- what may be asked -------------------------------------------------------------------------------------------------------
+
+
+def pair(grid, kind, dtype, seed=0, shape=(11, 7, 13), layouts=("m:x k @y=0", "k:y n"), transposed=False):
+    """op(A) and op(B) as plain numpy, and as matrices of a kind and dtype in layouts that no algorithm has."""
+    m, n, k = shape
+    values = numbers(dtype, (m, k), seed, 1), numbers(dtype, (k, n), seed, 2)
+    wholes = (array(kind, dtype, one, transposed) for one in values)
+    return values, [DistMatrix.from_global(whole, grid, layout) for whole, layout in zip(wholes, layouts, strict=True)]
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int32", "int64"])
+def test_every_dtype_with_factors_and_an_output_in_another_layout(comm, make_grid, dtype, kind):
+    grid = make_grid(x=2, y=2)
+    (left, right), (a, b) = pair(grid, kind, dtype)
+    alpha, beta = (2, 3) if not dtype.startswith("complex") else (2 - 1j, 1j)
+    before = numbers(dtype, (11, 7), 3)
+    small = [array(kind, dtype, one // 4 if dtype in ("float16", "bfloat16") else one) for one in (left, right)]
+    if dtype in ("float16", "bfloat16"):
+        left, right = left // 4, right // 4
+        a, b = (DistMatrix.from_global(one, grid, layout) for one, layout in zip(small, (a.layout, b.layout), strict=True))
+    for layout in ("m:y n @x=0", "m n:(y,x)", "m n"):
+        out = DistMatrix.from_global(array(kind, dtype, before), grid, layout)
+        found = matmul(a, b, algorithm="any", alpha=alpha, beta=beta, out=out)
+        assert found is out and out.block.dtype == a.block.dtype
+        assert np.array_equal(plain(out.to_global()), alpha * (left @ right) + beta * before)
+        free = matmul(a, b, algorithm="any", alpha=alpha, out_layout=layout)
+        assert str(free.layout) == str(Layout(layout)) and np.array_equal(plain(free.to_global()), alpha * (left @ right))
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layouts", [("m k:(x,y)", "k:(x,y) n"), ("m k:x", "k:x n:y")])
+def test_sums_of_16_bits_are_rounded_once(comm, make_grid, dtype, layouts):
+    grid, random = make_grid(x=2, y=2), np.random.default_rng(6)
+    whole = [array("torch", dtype, random.standard_normal(shape)) for shape in ((16, 96), (96, 12))]
+    old = array("torch", dtype, random.standard_normal((16, 12)))
+    a, b = (DistMatrix.from_global(one, grid, layout) for one, layout in zip(whole, layouts, strict=True))
+    exact = whole[0].double() @ whole[1].double()
+    for how in ("m n @x=0,y=0", "m:(y,x) n", "m n"):
+        c = matmul(a, b, algorithm="any", out_layout=how).to_global()
+        out = DistMatrix.from_global(old, grid, how)
+        matmul(a, b, algorithm="any", alpha=0.5, beta=1.5, out=out)
+        for found, want in ((c, exact), (out.to_global(), 0.5 * exact + 1.5 * old.double())):
+            near = want.float().to(found.dtype)
+            apart = (found.double() - want).abs() / (near.double() - want).abs().clamp(min=2.0**-16)
+            assert apart.max() < 1.1, "as near as one rounding is"
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("beta", [0, 0.0])
+def test_with_beta_of_zero_what_c_held_is_never_read(comm, make_grid, beta):
+    grid = make_grid(x=2, y=2)
+    (left, right), (a, b) = pair(grid, "numpy", "float64")
+    for layout in ("m:y n @x=0", "m n"):
+        out = DistMatrix.from_global(np.full((11, 7), np.nan), grid, layout)
+        matmul(a, b, algorithm="any", beta=beta, out=out)
+        assert np.array_equal(out.to_global(), left @ right)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_conjugates_and_blocks_in_any_memory_order(comm, make_grid):
+    grid = make_grid(x=2, y=2)
+    (left, right), (a, b) = pair(grid, "numpy", "complex128", transposed=True)
+    a.block, b.block = np.asfortranarray(a.block), np.asfortranarray(b.block)
+    assert np.array_equal(matmul(a, b).to_global(), left @ right)
+    turned = DistMatrix.from_global(left.conj().T.astype(np.complex128), grid, "k m:x @y=1")
+    out = DistMatrix.from_global(np.zeros((11, 7), np.complex128, order="F"), grid, BlockCyclic(("y", 2), ("x", 3)))
+    out.block = np.asfortranarray(out.block)
+    assert np.array_equal(matmul(turned, b, "cn", out=out).to_global(), left @ right)
+
+
+@pytest.mark.mpi(sizes=(1, 4, 6))
+def test_empty_matrices(comm, make_grid):
+    grid = make_grid(x=1 if comm.size == 1 else 2, y=max(1, comm.size // 2))
+    for m, n, k in ((0, 5, 3), (5, 0, 3), (5, 3, 0), (1, 1, 1), (0, 0, 0)):
+        a, b = (
+            DistMatrix.from_global(np.ones(shape), grid, layout) for shape, layout in (((m, k), "m k:(y,x)"), ((k, n), "k n:x"))
+        )
+        for layout in (None, "m n @x=0", "m:(x,y) n"):
+            c = matmul(a, b, algorithm="any", out_layout=layout)
+            assert np.array_equal(c.to_global(), np.full((m, n), float(k)))
+
+
+@pytest.mark.mpi(sizes=(6,))
+def test_ranks_outside_a_grid_call_too_and_hold_nothing(comm):
+    left, right = np.arange(77.0).reshape(7, 11) % 5, np.arange(55.0).reshape(11, 5) % 3
+    with Grid(comm, {"x": 2, "y": 2}, ranks=[4, 1, 2, 5]) as part, Grid(comm, {"u": 3, "v": 2}, order="uv") as all_of_them:
+        a, b = DistMatrix.from_global(left, part, "m:x k"), DistMatrix.from_global(right, part, "k n @y=1")
+        c = matmul(a, b, algorithm="any")
+        assert c.layout == matmul(a, b, algorithm="any").layout and (part.inside or c.block.size == 0)
+        assert not part.inside or np.array_equal(c.to_global(), left @ right)
+        for first, second in ((part, all_of_them), (all_of_them, part)):
+            a = DistMatrix.from_global(left, first, "m:x k" if first is part else "m:v k:u")
+            b = DistMatrix.from_global(right, second, "k n @y=1" if second is part else "k[2] n:u[1]")
+            for layout in (None, "m n:y" if first is part else "m:(u,v) n"):
+                c = matmul(a, b, out_layout=layout)
+                assert c.grid is first and (layout is None or str(c.layout) == layout)
+                assert np.array_equal(c.redistribute("m n", all_of_them).block, left @ right)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_c_may_lie_on_a_third_grid(comm, make_grid):
+    first, second, third = make_grid(x=2, y=2), make_grid(u=4), make_grid(p=1, q=4, order="q,p")
+    left, right = np.arange(77.0).reshape(7, 11) % 5, np.arange(55.0).reshape(11, 5) % 3
+    a, b = DistMatrix.from_global(left, first, "m k:(x,y)"), DistMatrix.from_global(right, second, "k n:u")
+    out = DistMatrix.from_global(np.ones((7, 5)), third, "m n:q")
+    assert matmul(a, b, beta=-1, out=out) is out and np.array_equal(out.to_global(), left @ right - 1)
+
+
+# -- what stays as it was ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(sizes=(8,))
+def test_what_an_algorithm_has_keeps_its_plan_and_words_and_names_ask_for_it_or_for_any(comm, make_grid):
+    grid, plan = make_grid(x=2, y=2, z=2), CuboidPlan("nn", 23, 17, 19)
+    left, right = np.random.default_rng(1).standard_normal((23, 19)), np.random.default_rng(2).standard_normal((19, 17))
+    a, b = DistMatrix.from_global(left, grid, plan.a_layout), DistMatrix.from_global(right, grid, plan.b_layout)
+    words = volume.of_plan(plan, grid.shape).words_of(grid.coordinates)
+    for asked in ({}, {"algorithm": "cuboid"}, {"out_layout": plan.c_layout}, {"out_layout": str(plan.c_layout)}):
+        with grid.ledger.watch() as moved:
+            c = matmul(a, b, **asked)
+        assert c.layout == plan.c_layout and moved.words == words and not plans_of(grid)
+    assert np.allclose(matmul(a, b, algorithm="any").to_global(), left @ right, rtol=0, atol=1e-12) and len(plans_of(grid)) == 1
+    c = matmul(a, b, out_layout="m n:(z,y,x)")
+    assert str(c.layout) == "m n:(z,y,x)" and np.allclose(c.to_global(), left @ right, rtol=0, atol=1e-12)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_plan_is_found_once_and_a_product_that_comes_again_gives_the_same_bits(comm, make_grid, monkeypatch):
+    grid, random = make_grid(x=2, y=2, check=False), np.random.default_rng(3)
+    whole = [random.standard_normal(shape) for shape in ((16, 96), (96, 12))]
+    a, b = (DistMatrix.from_global(one, grid, layout) for one, layout in zip(whole, ("m k:(x,y)", "k n:x"), strict=True))
+    first = a @ b
+    monkeypatch.setattr("summa3d.gemm.binding.plan_any", None)
+    control = grid.ledger.control
+    again = a @ b
+    assert np.array_equal(first.block, again.block) and first.layout == again.layout and grid.ledger.control == control
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_workspace_is_what_the_plan_says(comm):
+    random = Random(12)
+    for number in range(25):
+        case = random_case(random, comm.size)
+        left, right = case.operands(number)
+        for dtype in ("float64", "float16"):
+            with Grid(comm, case.grids[0], node_memory=False) as grid:
+                a = DistMatrix.from_global(stored(left, case.form[0]).astype(dtype), grid, case.a)
+                b = DistMatrix.from_global(stored(right, case.form[1]).astype(dtype), grid, case.b)
+                grid.ledger.reset_peak()
+                matmul(a, b, case.form, "any", out_layout=case.c, objective=case.objective)
+                (plan,) = plans_of(grid)
+                here = np.dtype(dtype).itemsize * plan.workspace_of(comm.rank)
+                assert grid.ledger.workspace_peak == here, f"{case}\n{plan}\n{dtype}"
+                assert grid.ledger.workspace_bytes == 0
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize("asked", ["out_layout", "objective"])
+def test_ranks_that_ask_for_different_things_are_told_so(comm, check, asked):
+    with Grid(comm, {"x": 2}, check=check) as grid:
+        a = DistMatrix.from_global(np.ones((4, 4)), grid, "m:x k")
+        given = {"out_layout": ("m:x n", "m n:x"), "objective": ("seconds", "words")}[asked][comm.rank]
+        with pytest.raises(AgreementError, match=f"(?s)do not agree on matmul.*{asked}: .* on rank 0; .* on rank 1"):
+            matmul(a, a, algorithm="any", **{asked: given})
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_what_cannot_be_is_refused_before_anything_moves(comm, make_grid):
+    grid = make_grid(x=2, y=2)
+    a, b = (DistMatrix.from_global(np.ones(shape), grid, "0:x 1") for shape in ((4, 6), (6, 5)))
+    out = DistMatrix.from_global(np.ones((4, 5)), grid, "m n:y")
+    half = comm.Split(comm.rank // 2)
+    with Grid(half, {"x": 2}) as foreign, grid.ledger.watch() as moved:
+        far = DistMatrix.from_global(np.ones((6, 5)), foreign, "k n")
+        for attempt, kind, words in (
+            (lambda: matmul(a, a, algorithm="any"), ShapeError, "inner sizes 6 and 4"),
+            (lambda: matmul(a, b, beta=1), ShapeError, "beta = 1 needs the block of C"),
+            (lambda: matmul(a, b, alpha=1j), ShapeError, "alpha = 1j is complex"),
+            (lambda: matmul(a, b, out_layout="m:z n"), LayoutError, "names axis 'z'"),
+            (lambda: matmul(a, b, out_layout="m:x n @y=2"), LayoutError, "held at index 2 of axis y"),
+            (lambda: matmul(a, b, out_layout="m"), LayoutError, "describes 1 dims"),
+            (lambda: matmul(a, b, out=out, out_layout="m:y n"), LayoutError, "out_layout is m:y n"),
+            (lambda: matmul(a, b, objective="time"), ConfigError, "objectives: seconds, words"),
+            (lambda: matmul(a, b, algorithm="any", panel=2), ConfigError, "panel"),
+            (lambda: matmul(a, far), LayoutError, "no common communicator"),
+        ):
+            with pytest.raises(kind) as caught:
+                attempt()
+            assert words in str(caught.value), str(caught.value)
+    half.Free()
+    assert moved.calls == 0 and np.array_equal((a @ b).to_global(), np.full((4, 5), 6.0))
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_a_dry_grid_counts_the_words_of_the_plan(rank):
+    pytest.importorskip("torch")
+    from summa3d.dry.place import DryPlace
+
+    random = Random(2)
+    for _ in range(10):
+        case = random_case(random, 6)
+        grid = DryPlace(case.grids[0], rank)
+        a, b = (
+            DistMatrix(np.zeros(layout.local_shape(shape, grid.shape, grid.coordinates)), layout, grid, shape)
+            for layout, shape in (
+                (case.a, (case.m, case.k) if case.form[0] == "n" else (case.k, case.m)),
+                (case.b, (case.k, case.n) if case.form[1] == "n" else (case.n, case.k)),
+            )
+        )
+        c = matmul(a, b, case.form, "any", out_layout=case.c, objective=case.objective)
+        (plan,) = plans_of(grid)
+        total = grid.ledger.total()
+        assert (total.words, total.messages) == (plan.words_of(rank), plan.messages_of(rank)) and c.layout == plan.c.layout

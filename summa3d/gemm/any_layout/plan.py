@@ -194,20 +194,20 @@ class AnyPlan:
         blocks = [prod(plan.target.local_shape(plan.shape, rank)) for plan in self.fetches]
         fetched = [size if moved else 0 for size, moved in zip(blocks, moves, strict=True)]
         exchanged = [plan.workspace_of(rank) if moved else 0 for plan, moved in zip(self.fetches, moves, strict=True)]
-        widened = [2 * size if wide > 1 else 0 for size in blocks]
-        summand = wide * self._summand_of(rank) if self.summed > 1 or self.deliveries or wide > 1 else 0
-        peaks = [fetched[0] + exchanged[0], sum(fetched) + exchanged[1], sum(fetched) + sum(widened) + summand]
-        own, steps = self._summand_of(rank), self.deliveries
-        if self.how in (ROWS, COLUMNS):
-            own = int(self.received["sums"][rank]) // (self.summed - 1)
-            result = wide * own if steps or wide > 1 else 0
-            peaks.append(summand + result + wide * self.summed * own)
+        widened = 2 * sum(blocks) if wide > 1 else 0
+        own, steps, scatters = self._summand_of(rank), self.deliveries, self.how in (ROWS, COLUMNS)
+        summand = wide * own if scatters or steps or wide > 1 else 0
+        peaks = [fetched[0] + exchanged[0], sum(fetched) + exchanged[1], sum(fetched) + widened + summand]
         if self.how == DIRECT:
-            result = prod(steps[0].target.local_shape(self.c.shape, rank))
-            peaks.append(summand + wide * (sum(plan.workspace_of(rank) for plan in steps) + 2 * result))
-        elif steps and self.received["c"].any():
-            peaks.append((1 + (wide > 1) * wide if wide > 1 else 1) * own + steps[0].workspace_of(rank))
-        return max(peaks)
+            received, added = sum(plan.words_of(rank) for plan in steps), prod(steps[0].target.local_shape(self.c.shape, rank))
+            exchange = sum(plan.workspace_of(rank) for plan in steps)
+            return max(*peaks, summand + wide * max(exchange, received + 2 * added))
+        if scatters:
+            own = int(self.received["sums"][rank]) // (self.summed - 1)
+            peaks.append(summand + wide * self.summed * own)
+        rounded = own if wide > 1 and steps else 0
+        moved = steps and self.received["c"].any()
+        return max(*peaks, wide * own + rounded if steps or wide > 1 else 0, own + steps[0].workspace_of(rank) if moved else 0)
 
     def _summand_of(self, rank: int) -> int:
         layout = ownership_of((self.m, self.n), self.c.shape, "mn")
