@@ -64,7 +64,7 @@ def matmul(
     grid, left, right = a.grid, a.block, b.block
     left, right = left.T if bound.a_transposed else left, right.T if bound.b_transposed else right
     if bound.product is not None:
-        block = _any_product(bound.product, a, b, alpha, beta, out, left, right)
+        block = _any_product(bound.product, left, right, out, alpha, beta)
     elif grid.inside:
         if out is not None:
             agree_on_out(grid.comm, out.block, a.block, b.block)
@@ -77,23 +77,13 @@ def matmul(
     return a.with_block(block, bound.c_layout, bound.c_shape) if out is None else out
 
 
-def _any_product(
-    product: AnyProduct,
-    a: Distributed,
-    b: Distributed,
-    alpha: complex,
-    beta: complex,
-    out: Distributed | None,
-    left: Array,
-    right: Array,
-) -> Array:
-    """This rank's block of C of operands in no algorithm's layouts, which are `left` and `right` as they are read."""
-    for matrix in (a, b):  # a program may have replaced the block
-        matrix.check_block()
-    product.check(left, right, None if out is None else out.block, alpha, beta)
+def _any_product(product: AnyProduct, left: Array, right: Array, out: Distributed | None, alpha: complex, beta: complex) -> Array:
+    """This rank's block of C of operands in no algorithm's layouts, whose blocks are `left` and `right`."""
+    block = None if out is None else out.block
+    product.check(left, right, block, alpha, beta)
     if out is not None:
-        agree_on_out(product.axis.comm, out.block, left, right)
-    return product.run(left, right, None if out is None else out.block, alpha, beta)
+        agree_on_out(product.axis.comm, block, left, right)
+    return product.run(left, right, block, alpha, beta)
 
 
 def _checked(a: Any, b: Any, wanted: Wanted, alpha: complex, beta: complex, out: Any) -> Binding:

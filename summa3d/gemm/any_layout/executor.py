@@ -8,7 +8,8 @@ from typing import Any
 from ...blas_library import library
 from ...comm.device.arrays import Array, cast, copy_into, detached, dtype_name, empty, is_half, kind_of, widen
 from ...comm.grid import BaseGrid
-from ...errors import ShapeError
+from ...comm.topology import describe
+from ...errors import GridError, ShapeError
 from ...layout.redistribute import Exchange, put
 from ..algorithms.checks import check_dtype, check_factor
 from ..algorithms.workspace import Workspace, is_like
@@ -25,13 +26,19 @@ class AnyProduct:
     """
 
     def __init__(self, plan: AnyPlan, grids: Sequence[BaseGrid]) -> None:
+        for space, grid in zip(plan.spaces, grids, strict=True):
+            points = grid.places() if len(grids) > 1 else [grid.coordinates_of(rank) for rank in range(grid.size)]
+            if points != space.points:
+                raise GridError(f"{grid} is not the grid of the plan, which is one of {describe(space.shape)} and its order.")
         library()  # one that cannot be used is an error here, on every rank, before any communication
         self.plan, self.grid = plan, grids[plan.grid]
         axis = grids[0].ranked if len(grids) == 1 else grids[0].everyone
         self.axis, self.ledger = axis, axis.ledger
         self.fetches = [Exchange([fetch], axis) for fetch in plan.fetches]
         self.delivery = Exchange(plan.deliveries, axis) if plan.deliveries else None
-        self.c_block = plan.c.placement(plan.spaces).local_shape(plan.c.shape, axis.index)
+        self.a_block, self.b_block, self.c_block = (
+            one.placement(plan.spaces).local_shape(one.shape, axis.index) for one in (plan.a, plan.b, plan.c)
+        )
         layout = ownership_of((plan.m, plan.n), plan.c.shape, "mn")
         self.rows, self.columns = layout.local_shape(plan.c.shape, self.grid.shape, self.grid.coordinates)
         scatters = plan.k.axes and plan.how != DIRECT and self.grid.inside
@@ -40,22 +47,29 @@ class AnyProduct:
         counts = [self.grid.shape[axis] for axis in plan.k.axes]
         self.sizes = nested_sizes((self.rows, self.columns)[self.fine], counts)
 
-    def check(self, a: Array, b: Array, out: Array | None, alpha: Any, beta: Any) -> None:
-        """Raise ShapeError unless α and β suit the dtype, and C's block is of A's dtype and library."""
+    def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
+        """Raise ShapeError unless the blocks have the plan's shapes and one dtype, and α and β suit it."""
         name = check_dtype(a)
+        for letter, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
+            if array is None:
+                continue
+            self.check_block(letter, array, expected)
+            if array.dtype != a.dtype:
+                raise ShapeError(f"{letter} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
+            if not is_like(array, a):
+                kinds = f"{letter} is an array of {kind_of(array)}, A of {kind_of(a)}"
+                raise ShapeError(f"{kinds}; a product takes one library and memory.")
         for factor_name, factor in (("alpha", alpha), ("beta", beta)):
             check_factor(factor_name, factor, name)
-        if out is None:
-            if beta != 0:
-                raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
-            return
-        if tuple(out.shape) != self.c_block:
-            raise ShapeError(f"The block of C has shape {tuple(out.shape)}; {self.plan.c.layout} gives {self.c_block} here.")
-        if out.dtype != a.dtype:
-            raise ShapeError(f"C has dtype {out.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
-        if not is_like(out, a):
-            kinds = f"C is an array of {kind_of(out)}, A of {kind_of(a)}"
-            raise ShapeError(f"{kinds}; a product takes one library and memory.")
+        if out is None and beta != 0:
+            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
+
+    def check_block(self, name: str, array: Array, expected: tuple[int, ...]) -> None:
+        """Raise ShapeError unless the block of a matrix has the shape that its layout gives here."""
+        if tuple(array.shape) != expected:
+            raise ShapeError(
+                f"The block of {name} has shape {tuple(array.shape)}; {self.plan!r} expects {expected} on this rank."
+            )
 
     def run(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> Array:
         """C = α·op(A)·op(B) + β·C of this rank's blocks; the block of C, `out` where it is given.

@@ -16,6 +16,7 @@ from ...comm.topology import describe
 from ...dtypes import HALVES, Dtype
 from ...layout.cyclic import Ownership
 from ...layout.redistribute import Placement, Redistribution
+from ..cost.machine import Machine
 from ..cost.mean import lower_bound
 from .blocks import ownership_of
 from .vectors import DimSplit, RankParts, RankSpace, overlap
@@ -73,7 +74,9 @@ class AnyPlan:
     k: DimSplit
     how: str
     seconds: float
-    """Predicted, for the busiest rank of each step."""
+    """Predicted by `machine`, for the busiest rank of each step."""
+    machine: Machine
+    objective: str
     others: tuple[Alternative, ...] = ()
     """The next best, best first."""
 
@@ -252,6 +255,11 @@ class AnyPlan:
         else:
             parts.append(f"C in {self.c.layout}")
         return ", ".join(parts)
+
+    def __repr__(self) -> str:
+        m, n, k = (self.extents[dim] for dim in "mnk")
+        lies = f"A {self.a.layout}, B {self.b.layout}, C {self.c.layout}"
+        return f"AnyPlan({self.form} {m}×{n}×{k}, {lies}, by {self.compute_layout}, {self.how})"
 
     def __str__(self) -> str:
         m, n, k = (self.extents[dim] for dim in "mnk")

@@ -290,7 +290,7 @@ class ComputeLayouts:
             c = Owned(layout, shape, "mn", self.grid)
         return AnyPlan(
             request.form, request.extents, request.dtype, request.spaces, request.a, request.b, c, self.grid, m, n, k,
-            found.how, found.picoseconds * PICOSECOND,
+            found.how, found.picoseconds * PICOSECOND, request.machine, request.objective,
         )  # fmt: skip
 
     def text_of(self, found: Costed) -> str:
