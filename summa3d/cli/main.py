@@ -64,6 +64,7 @@ EXAMPLES = {
     "gemm": (
         "summa3d launch -n 8 gemm --m 2048 --n 2048 --k 2048 --check",
         "summa3d launch -n 4 gemm --m 900 --n 700 --k 800 --algorithm summa --grid x=2,y=2 --panel 128",
+        "summa3d gemm --m 900 --n 700 --k 800 --grid x=2,y=2 --a-layout 'm:(x,y) k' --b-layout 'k n:x' --dry",
     ),
     "train": (
         "summa3d launch -n 4 train demo",
@@ -266,7 +267,9 @@ def _leave_last(status: int) -> int:
 
 
 def without_mpi(name: str, arguments: Sequence[str]) -> bool:
-    """Whether a command runs on no ranks: of sweeps, all but `run` where a launcher has started it."""
+    """Whether a command runs on no ranks: of sweeps, all but `run` where a launcher has started it; of products, plans alone."""
+    if name == "gemm":
+        return "--dry" in arguments and launched_as() is None
     return name in WITHOUT_MPI or (name == "sweep" and (arguments[:1] != ["run"] or launched_as() is None))
 
 
