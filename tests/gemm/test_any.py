@@ -290,21 +290,33 @@ def test_every_dtype_with_factors_and_an_output_in_another_layout(comm, make_gri
 
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("layouts", [("m k:(x,y)", "k:(x,y) n"), ("m k:x", "k:x n:y")])
-def test_sums_of_16_bits_are_rounded_once(comm, make_grid, dtype, layouts):
+@pytest.mark.parametrize("objective", ["seconds", "words"])
+@pytest.mark.parametrize("layouts", [("m k:(x,y)", "k:(x,y) n"), ("m k:x", "k:x n:y"), ("m:x k", "k n:y")])
+def test_sums_of_16_bits_are_rounded_once(comm, make_grid, dtype, objective, layouts):
     grid, random = make_grid(x=2, y=2), np.random.default_rng(6)
     whole = [array("torch", dtype, random.standard_normal(shape)) for shape in ((16, 96), (96, 12))]
     old = array("torch", dtype, random.standard_normal((16, 12)))
     a, b = (DistMatrix.from_global(one, grid, layout) for one, layout in zip(whole, layouts, strict=True))
     exact = whole[0].double() @ whole[1].double()
     for how in ("m n @x=0,y=0", "m:(y,x) n", "m n"):
-        c = matmul(a, b, algorithm="any", out_layout=how).to_global()
+        c = matmul(a, b, algorithm="any", out_layout=how, objective=objective).to_global()
         out = DistMatrix.from_global(old, grid, how)
-        matmul(a, b, algorithm="any", alpha=0.5, beta=1.5, out=out)
+        matmul(a, b, algorithm="any", alpha=0.5, beta=1.5, out=out, objective=objective)
         for found, want in ((c, exact), (out.to_global(), 0.5 * exact + 1.5 * old.double())):
             near = want.float().to(found.dtype)
             apart = (found.double() - want).abs() / (near.double() - want).abs().clamp(min=2.0**-16)
             assert apart.max() < 1.1, "as near as one rounding is"
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_sum_over_two_axes_leaves_parts_that_nest_as_those_of_its_layout(comm, make_grid):
+    grid, random = make_grid(x=2, y=2), np.random.default_rng(6)
+    for m in (2, 6, 10):
+        left, right = random.standard_normal((m, 640)), random.standard_normal((640, 1))
+        a, b = DistMatrix.from_global(left, grid, "m k:(x,y)"), DistMatrix.from_global(right, grid, "k:(x,y) n")
+        c = matmul(a, b, algorithm="any", objective="words")
+        assert str(c.layout) == "m:(x,y) n" and np.allclose(c.to_global(), left @ right, rtol=0, atol=1e-11)
+        assert c.block.shape[0] == c.layout.local_shape(c.shape, grid.shape, grid.coordinates)[0]
 
 
 @pytest.mark.mpi(sizes=(4,))

@@ -234,8 +234,7 @@ class AnyPlan:
     @property
     def compute_layout(self) -> str:
         """``m:x n k:(y,z)``: the split of each dim; with the grid, where operands lie on two."""
-        text = f"m{self.m} n{self.n} k{self.k}"
-        return text if len(self.spaces) == 1 else f"{text} on {describe(self.space.shape)}"
+        return named(self.m, self.n, self.k, self.space if len(self.spaces) > 1 else None)
 
     @property
     def summary(self) -> str:
@@ -268,13 +267,20 @@ class AnyPlan:
         workspace = max(self.workspace_of(rank) for rank in range(ranks)) * self.dtype.nbytes
         most = f"most words of a rank {self.max_words:,} (bound {self.bound:,.0f}), workspace {workspace:,} bytes"
         messages = sum(self.messages_of(rank) for rank in range(ranks))
-        best = Alternative(self.compute_layout, self.words, messages, self.seconds)
+        way = f", C {self.how}" if self.how != WHOLE else ""
+        best = Alternative(self.compute_layout + way, self.words, messages, self.seconds)
         rows: list[tuple[str, ...]] = [HEADINGS]
         for one in (best, *self.others):
             rows.append(
                 ("→" if one is best else "", one.text, f"{one.words:,}", f"{one.messages:,}", f"{one.seconds:.3g}"),
             )
         return "\n".join([head, self.summary, most, *aligned(rows, left=(0, 1))])
+
+
+def named(m: DimSplit, n: DimSplit, k: DimSplit, space: RankSpace | None = None) -> str:
+    """The text of a compute layout; of several grids' with the sizes of its own, that of `space`."""
+    text = f"m{m} n{n} k{k}"
+    return text if space is None else f"{text} on {describe(space.shape)}"
 
 
 def parts_of(space: RankSpace, extent: int, split: DimSplit) -> RankParts:

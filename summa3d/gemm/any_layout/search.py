@@ -19,7 +19,7 @@ from ...layout.cyclic import BlockCyclic
 from ...layout.layout import Layout
 from ..cost.machine import Machine
 from .blocks import public_ownership
-from .plan import COLUMNS, DIRECT, ROWS, WHOLE, Alternative, AnyPlan, Owned, parts_of
+from .plan import COLUMNS, DIRECT, ROWS, WHOLE, Alternative, AnyPlan, Owned, named, parts_of
 from .vectors import DimSplit, RangeParts, RankParts, RankSpace, overlap
 
 ALL_ORDERS = 4
@@ -295,8 +295,8 @@ class ComputeLayouts:
 
     def text_of(self, found: Costed) -> str:
         """What the table of alternatives calls a compute layout."""
-        m, n, k = self._splits_at(found.at)
-        return f"m{m} n{n} k{k}" + (f", C {found.how}" if k.axes else "")
+        text = named(*self._splits_at(found.at), self.space if len(self.request.spaces) > 1 else None)
+        return text if found.how == WHOLE else f"{text}, C {found.how}"
 
 
 @lru_cache(maxsize=64)
