@@ -145,7 +145,7 @@ def _any_binding(a: Distributed, b: Distributed, wanted: Wanted, target: Ownersh
     grids = list(dict.fromkeys([grid, b.grid, out_grid]))
     here = grid.inside or len(grids) > 1
     if here:
-        facts = _facts(a, b, wanted, target, grids)
+        facts = {**_facts(a, b, wanted, target, grids), "plan": repr(plan)}
         agree_on_call(grid, "matmul", facts, grid.ranked if len(grids) == 1 else grid.everyone)
     product = AnyProduct(plan, grids) if here else None
     return Binding(left.transposed, right.transposed, 0, plan.c.layout, plan.c.shape, product)

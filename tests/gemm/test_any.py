@@ -489,3 +489,5 @@ def test_a_dry_grid_counts_the_words_of_the_plan(rank):
         (plan,) = plans_of(grid)
         total = grid.ledger.total()
         assert (total.words, total.messages) == (plan.words_of(rank), plan.messages_of(rank)) and c.layout == plan.c.layout
+        assert matmul(a, b, case.form, "any", objective=case.objective, beta=2, out=c) is c
+        assert grid.ledger.total().words == sum(one.words_of(rank) for one in plans_of(grid))
