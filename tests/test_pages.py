@@ -14,7 +14,7 @@ import pytest
 BLOCKS = list(pages.with_outputs())
 PYTHON = [pair for pair in BLOCKS if pair[0].language == "python"]
 SHELL = [pair for pair in BLOCKS if pair[0].language == "bash"]
-EXAMPLES = {"four_cases.py": 4, "layouts.py": 4, "own_module.py": 8, "product.py": 8}
+EXAMPLES = {"any_layouts.py": 4, "four_cases.py": 4, "layouts.py": 4, "own_module.py": 8, "product.py": 8}
 
 
 def ranks_of(block: pages.Block) -> int:

@@ -15,7 +15,7 @@ from ..comm.axis import Axis
 from ..comm.device.arrays import dtype_name
 from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.pending import Completed, Pending
-from ..errors import ShapeError
+from ..errors import GridError, ShapeError
 from ..gemm.algorithms.cuboid import Cuboid, CuboidPlan
 from ..gemm.algorithms.executor import Executor
 from ..gemm.algorithms.gradients import GRADIENTS, Gradient, gradient_plans
@@ -23,6 +23,9 @@ from ..gemm.algorithms.oned import OnedPlan
 from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.algorithms.registry import algorithm_of
 from ..gemm.algorithms.workspace import Workspace
+from ..gemm.any_layout.executor import AnyProduct
+from ..gemm.any_layout.plan import AnyPlan, Owned
+from ..gemm.any_layout.planned import plan_any
 from .deferred import PassState
 from .prefetch import PrefetchSource
 
@@ -55,14 +58,14 @@ class Product(ABC):
     Raises ShapeError for a form whose gradients are not supported.
     """
 
-    def __init__(self, plan: ProductPlan, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
+    def __init__(self, plan: ProductPlan | AnyPlan, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         if plan.form not in GRADIENTS:
             raise ShapeError(f"matmul has no gradient for form {plan.form!r}; forms with gradients: {', '.join(GRADIENTS)}.")
         self.plan, self.rows, self.in_flight = plan, rows, in_flight
         self.of_a, self.of_b = GRADIENTS[plan.form]
         self._agreed: set[object] = set()
 
-    executor: Executor
+    executor: Executor | AnyProduct
     """The product without gradients."""
 
     def agree(self, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
@@ -206,6 +209,8 @@ class GatheredProduct(Product):
     gathered operands: fewer words.
     """
 
+    executor: Executor
+
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(cuboid.plan, rows, in_flight)
         self.cuboid, self.regather = cuboid, regather
@@ -276,6 +281,8 @@ class OnedProduct(Product):
     f). dB needs no sum. The sequence-parallel pair is the cuboid of 1×t×1.
     """
 
+    executor: Executor
+
     def __init__(self, plan: OnedPlan, grid: BaseGrid, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(plan, rows, in_flight)
         if plan.sequence:
@@ -309,6 +316,8 @@ class ExecutedProduct(Product):
     Raises ShapeError where the set is not closed: a gradient would not have its operand's layout.
     """
 
+    executor: Executor
+
     def __init__(self, plan: ProductPlan, grid: BaseGrid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
         super().__init__(plan, rows)
         workspace, plans = workspace or Workspace(grid), (plan, *gradient_plans(plan))
@@ -327,15 +336,56 @@ class ExecutedProduct(Product):
         return Completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
 
+class AnyLayoutProduct(Product):
+    """A product of operands in any layouts; its gradients are such products too, each in the layout of its operand.
+
+    Copies of C have copies of one dC, and each copy of an operand receives the whole gradient. Backward keeps the blocks.
+    Raises GridError for a plan of two grids.
+    """
+
+    executor: AnyProduct
+
+    def __init__(self, plan: AnyPlan, grid: BaseGrid, rows: Axis | None = None) -> None:
+        super().__init__(plan, rows)
+        if len(plan.spaces) > 1:
+            raise GridError(f"{plan!r} is one of two grids; products with gradients live on one.")
+        self.executor = AnyProduct(plan, [grid])
+        operands = ((self.of_a, plan.b, plan.a), (self.of_b, plan.a, plan.b))
+        self.plans = [_any_gradient(plan, grid, gradient, other, own) for gradient, other, own in operands]
+        self._grad_a, self._grad_b = (AnyProduct(one, [grid]) for one in self.plans)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block and both operands' blocks."""
+        self.executor.check(a, b)
+        return self.executor.run(a, b), (a, b)
+
+    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+        """Return dA, complete."""
+        return Completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
+
+    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+        """Return dB, complete."""
+        return Completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
+
+
+def _any_gradient(plan: AnyPlan, grid: BaseGrid, gradient: Gradient, other: Owned, own: Owned) -> AnyPlan:
+    """Return the plan of an operand's gradient, in the operand's layout: of dC and the other operand."""
+    m, n, k = (plan.extents[dim] for dim in gradient.dims)
+    first, second = gradient.ordered(plan.c.layout, other.layout)
+    return plan_any(
+        first, second, m, n, k, grid, own.layout, gradient.form, plan.dtype.name, plan.objective, machine=plan.machine
+    )
+
+
 def product(
-    plan: ProductPlan,
+    plan: ProductPlan | AnyPlan,
     grid: BaseGrid,
     regather: bool = True,
     rows: Axis | None = None,
     workspace: Workspace | None = None,
     in_flight: InFlight = InFlight(),
 ) -> Product:
-    """Bind `plan` to `grid` as a product with gradients, whatever its algorithm.
+    """Bind `plan` to `grid` as a product with gradients, whatever its algorithm; or that of operands in any layouts.
 
     Parameters
     ----------
@@ -346,6 +396,8 @@ def product(
 
     Raises ShapeError for a form or plan without gradients.
     """
+    if isinstance(plan, AnyPlan):
+        return AnyLayoutProduct(plan, grid, rows)
     if isinstance(plan, CuboidPlan):
         return GatheredProduct(Cuboid(plan, grid), regather, rows, in_flight)
     if isinstance(plan, OnedPlan):

@@ -21,6 +21,7 @@ from .traces import add_trace_arguments, check_positive, check_trace_arguments, 
 
 if TYPE_CHECKING:
     from ..bench.products import ProductEntry, ProductRunner
+    from ..gemm.any_layout.plan import AnyPlan
 
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 CHOOSES = "Choose by the times that are predicted for this described cluster."
@@ -30,6 +31,7 @@ PANEL_ALGORITHMS = "summa, tesseract and ca25d"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d gemm` to `parser`."""
     from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
+    from ..gemm.any_layout.search import OBJECTIVES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
@@ -61,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeat", type=int, default=5, help="Time this many runs, after a warm-up run that is not counted.")
     parser.add_argument(
         "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
+    )
+    for operand, lies in (("a", "A lies"), ("b", "B lies"), ("out", "C shall lie, by default where it falls cheapest")):
+        parser.add_argument(f"--{operand}-layout", metavar="LAYOUT", help=f"Say where {lies}, as 'm:(x,y) k'. Needs --dry.")
+    parser.add_argument(
+        "--objective", choices=OBJECTIVES, help="Take the plan of fewest predicted seconds (the default), or words. Needs --dry."
+    )
+    parser.add_argument(
+        "--dry", action="store_true", help="Print the plan of a product of these layouts on --grid, and multiply nothing."
     )
     add_cluster_argument(parser, CHOOSES)
     add_trace_arguments(parser, "one more run")
@@ -103,6 +113,11 @@ def parse_grid(text: str) -> dict[str, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
+    if args.dry:
+        return run_dry(args)
+    for option in ("a_layout", "b_layout", "out_layout", "objective"):
+        if getattr(args, option) is not None:
+            raise ConfigError(f"--{option.replace('_', '-')} is of a plan that is printed: it needs --dry.")
     from mpi4py import MPI
 
     from ..bench.machine import machine as machine_facts
@@ -127,6 +142,53 @@ def run(args: argparse.Namespace) -> int:
         result = {**result, **predicted, **facts}
         print(json.dumps(result) if args.json else table(result), file=sys.stdout, flush=True)
     return 0
+
+
+def run_dry(args: argparse.Namespace) -> int:
+    """Print the plan of operands in the layouts of the command line, with the other compute layouts; returns the exit status.
+
+    Raises ConfigError for what says nothing of a plan, and what `plan_any` raises.
+    """
+    from ..cluster import load
+    from ..comm.grid import Place
+    from ..comm.health.processes import launched_as
+    from ..gemm.any_layout.planned import plan_any
+    from ..gemm.cost.machine import Machine
+
+    for option in ("grid", "a_layout", "b_layout"):
+        if getattr(args, option) is None:
+            raise ConfigError(
+                f"--dry prints the plan of --a-layout and --b-layout on --grid: --{option.replace('_', '-')} is missing."
+            )
+    for option in ("algorithm", "panel", "check", "trace"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option} is of products that run, and --dry multiplies nothing: leave one of them out.")
+    machine = None if args.cluster is None else Machine(load(args.cluster))
+    objective, layouts = args.objective or "seconds", (args.a_layout, args.b_layout)
+    plan = plan_any(
+        *layouts, args.m, args.n, args.k, Place(args.grid), args.out_layout, args.form, args.dtype, objective, machine=machine
+    )
+    launched = launched_as()
+    if launched is None or launched[1] == 0:
+        print(json.dumps(facts_of_plan(plan)) if args.json else plan, flush=True)
+    return 0
+
+
+def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:
+    """The figures of a plan, words and workspace of the rank that has most, words and messages of all ranks together too."""
+    ranks = range(len(plan.space))
+    return {
+        "plan": plan.summary,
+        "compute_layout": plan.compute_layout,
+        "c_layout": str(plan.c.layout),
+        "words": plan.words,
+        "max_words": plan.max_words,
+        "messages": sum(map(plan.messages_of, ranks)),
+        "workspace_bytes": plan.dtype.nbytes * max(map(plan.workspace_of, ranks)),
+        "seconds": plan.seconds,
+        "bound": plan.bound,
+        "others": [one._asdict() for one in plan.others],
+    }
 
 
 def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductEntry, str]:

@@ -201,7 +201,9 @@ def _leave_last(status: int) -> int:
 
 
 def without_mpi(name: str, arguments: Sequence[str]) -> bool:
-    """Whether a command runs on no ranks: of sweeps, all but `run` where a launcher has started it."""
+    """Whether a command runs on no ranks: of sweeps, all but `run` where a launcher has started it; of products, plans alone."""
+    if name == "gemm":
+        return "--dry" in arguments and launched_as() is None
     return name in WITHOUT_MPI or (name == "sweep" and (arguments[:1] != ["run"] or launched_as() is None))
 
 

@@ -1,6 +1,8 @@
 """Distributed matrix multiplication on numpy, CuPy and torch arrays; works with numpy and mpi4py alone."""
 
 from .algorithms.cuboid import Cuboid, CuboidPlan
+from .any_layout.plan import AnyPlan
+from .any_layout.planned import plan_any
 from .cost import volume
 from .cost.choose import choose
 from .cost.machine import Machine
@@ -8,4 +10,15 @@ from .cost.mean import lower_bound
 from .matmul import matmul
 from .matrix import DistMatrix
 
-__all__ = ["Cuboid", "CuboidPlan", "DistMatrix", "Machine", "choose", "lower_bound", "matmul", "volume"]
+__all__ = [
+    "AnyPlan",
+    "Cuboid",
+    "CuboidPlan",
+    "DistMatrix",
+    "Machine",
+    "choose",
+    "lower_bound",
+    "matmul",
+    "plan_any",
+    "volume",
+]

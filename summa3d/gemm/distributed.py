@@ -57,11 +57,14 @@ class Distributed:
         return self.with_block(self.block.T, self.layout.transposed(), (self.shape[1], self.shape[0]), not self.is_transposed)
 
 
-def check_kind(a: Distributed, b: Distributed, what: str) -> None:
-    """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library."""
+def check_kind(a: Distributed, b: Distributed, what: str, one_grid: bool = True) -> None:
+    """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library.
+
+    one_grid : False, they may live on two grids.
+    """
     for matrix in (a, b):  # a program may have replaced the block, by one that numpy would broadcast
         matrix.check_block()
-    if a.grid is not b.grid:
+    if one_grid and a.grid is not b.grid:
         raise LayoutError(f"{what}: A lives on {a.grid} and B on another grid, {b.grid}. Both must live on one grid.")
     if a.block.dtype != b.block.dtype:
         raise ShapeError(f"{what}: A has dtype {a.block.dtype} and B {b.block.dtype}; both must have one dtype, of one library.")

@@ -34,16 +34,27 @@ def product_of(
     Raises LayoutError if no plan has these layouts, GridError if one has but cannot use the grid, ConfigError for options that
     the algorithm does not have.
     """
+    found = matching(a, b, grid_shape, form, algorithm, options)
+    if found is None:
+        extents, names = sizes(a.shape, b.shape, form), _names(algorithm, options)
+        raise LayoutError(_no_plan(a.layout, b.layout, tuple(grid_shape), form, extents, names, options))
+    return found
+
+
+def matching(
+    a: Distributed, b: Distributed, grid_shape: Mapping[str, int], form: str, algorithm: str | None, options: Mapping[str, Any]
+) -> tuple[ProductPlan, bool, bool] | None:
+    """As `product_of`; None if no plan has these layouts."""
     extents, names = sizes(a.shape, b.shape, form), _names(algorithm, options)
     grid_items, settings = tuple(grid_shape.items()), tuple(sorted(options.items()))
     for name in names:
-        for left, right in itertools.product(_readings(a, form[0]), _readings(b, form[1])):
+        for left, right in itertools.product(readings(a, form[0]), readings(b, form[1])):
             plan = plan_of(
                 name, left.letter + right.letter, extents, left.layout, right.layout, grid_items, settings, algorithm is None
             )
             if plan is not None:
                 return plan, left.transposed, right.transposed
-    raise LayoutError(_no_plan(a.layout, b.layout, tuple(grid_shape), form, extents, names, options))
+    return None
 
 
 def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
@@ -100,7 +111,7 @@ def plan_of(
     return None
 
 
-def _readings(operand: Distributed, letter: str) -> list[Reading]:
+def readings(operand: Distributed, letter: str) -> list[Reading]:
     """The matrix under op `letter`, and its transpose under the other op; what lies C-ordered in memory first.
 
     Blocks are not asked: an empty one has every order, and ranks must read alike.
@@ -122,11 +133,12 @@ def _no_plan(
 ) -> str:
     """Which layouts there would be a plan for. Raises the plan's own ShapeError where an option has a value that none takes."""
     wanted, others = ALGORITHMS[names[0]], ", ".join(names[1:])
-    roles = [*grid_names, *(axis for axis in wanted.axes if axis not in grid_names)]
-    expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, roles, strict=False)), **options)
+    lacking = [axis for axis in wanted.axes if axis not in grid_names][: max(0, len(wanted.axes) - len(grid_names))]
+    expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, [*grid_names, *lacking], strict=False)), **options)
+    grid = f"On a grid with the axes {', '.join([*grid_names, *lacking])}" if lacking else "On this grid"
     return (
         f"A in {a} and B in {b} are not the operands of a {wanted.name} product of form {form}"
         f"{f' (nor of {others})' if others else ''}.\n"
-        f"  On this grid one would be A in {expected.a_layout}, B in {expected.b_layout}; "
-        "any axes may take these places, alike in both. A.redistribute(layout) brings it there."
+        f"  {grid} one would be A in {expected.a_layout}, B in {expected.b_layout}; any axes may take these places, alike in "
+        "both.\n  A.redistribute(layout) brings it there; without an algorithm and its options, matmul multiplies any layouts."
     )

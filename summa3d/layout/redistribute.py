@@ -263,11 +263,7 @@ def redistribute(
     if problem is not None:
         raise ShapeError(problem)
     out = _new_block(plan.target.local_shape(shape, here), block, order)
-    kept = plan.kept_by(here)
-    if kept:
-        put(out, kept.put, taken(block, kept.take))
-    if plan.moves():
-        _exchange(plan, block, out, axis)
+    Exchange([plan], axis).run(block, out)
     return out
 
 
@@ -296,22 +292,53 @@ def check_common(grid: BaseGrid, other: BaseGrid) -> None:
         )
 
 
-def _exchange(plan: Redistribution, block: Array, out: Array, axis: Axis) -> None:
-    """Pack the pieces that this rank sends, exchange all pieces, and unpack the received ones into `out`."""
-    gives = {piece.receiver: piece for piece in plan.sent_by(axis.index)}
-    takes = {piece.sender: piece for piece in plan.received_by(axis.index)}
-    sizes = [gives[rank].words if rank in gives else 0 for rank in range(axis.size)]
-    receive_sizes = [takes[rank].words if rank in takes else 0 for rank in range(axis.size)]
-    packed, start = axis.ledger.track(empty((sum(sizes),), block)), 0
-    for rank, size in enumerate(sizes):
-        if size:
-            packed[start : start + size] = taken(block, gives[rank].take).reshape(-1)
-            start += size
-    arrived, start = axis.ledger.track(axis.all_to_all(packed, sizes=sizes, receive_sizes=receive_sizes)), 0
-    for rank, size in enumerate(receive_sizes):
-        if size:
-            put(out, takes[rank].put, arrived[start : start + size].reshape(takes[rank].shape))
-            start += size
+class Exchange:
+    """Redistributions bound to an axis of the ranks that their placements list, all in one all-to-all.
+
+    A rank sends of one block: of several plans, it holds a block of one of them at most. Its pieces are worked out once.
+    """
+
+    def __init__(self, plans: Sequence[Redistribution], axis: Axis) -> None:
+        here, self.axis, self.shape = axis.index, axis, plans[0].target.local_shape(plans[0].shape, axis.index)
+        self.moves = any(plan.moves() for plan in plans)
+        """Whether any rank receives elements."""
+        self._kept = [plan.kept_by(here) for plan in plans]
+        self._gives = [piece for plan in plans for piece in plan.sent_by(here)] if self.moves else []
+        self._takes = [plan.received_by(here) if self.moves else [] for plan in plans]
+        self._sizes, self._receive_sizes = [0] * axis.size, [0] * axis.size
+        for piece in self._gives:
+            self._sizes[piece.receiver] += piece.words
+        for piece in itertools.chain.from_iterable(self._takes):
+            self._receive_sizes[piece.sender] += piece.words
+
+    def kept(self, block: Array) -> Array:
+        """This rank's new block where nothing moves: a view of its old one, or a copy."""
+        own = self._kept[0]
+        return empty(self.shape, block) if own is None else taken(block, own.take)
+
+    def run(self, block: Array, out: Array) -> None:
+        """Fill `out`, this rank's new block, by the one plan."""
+        for pieces in self.pieces(block):
+            for piece, elements in pieces:
+                put(out, piece.put, elements)
+
+    def pieces(self, block: Array) -> Iterator[list[tuple[Piece, Array]]]:
+        """Exchange, then yield the pieces of this rank's new block by each plan: what it keeps of `block`, and what came."""
+        kept = [[] if own is None else [(own, taken(block, own.take))] for own in self._kept]
+        if not self.moves:
+            yield from kept
+            return
+        packed, start = self.axis.ledger.track(empty((sum(self._sizes),), block)), 0
+        for piece in sorted(self._gives, key=lambda one: one.receiver):
+            packed[start : start + piece.words] = taken(block, piece.take).reshape(-1)
+            start += piece.words
+        arrived = self.axis.ledger.track(self.axis.all_to_all(packed, sizes=self._sizes, receive_sizes=self._receive_sizes))
+        del packed
+        starts = list(itertools.accumulate(self._receive_sizes, initial=0))
+        for own, takes in zip(kept, self._takes, strict=True):
+            firsts = [starts[piece.sender] for piece in takes]
+            came = [arrived[first : first + piece.words].reshape(piece.shape) for first, piece in zip(firsts, takes, strict=True)]
+            yield own + list(zip(takes, came, strict=True))
 
 
 def taken(block: Array, runs: tuple[Runs, ...]) -> Array:

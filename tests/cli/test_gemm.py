@@ -16,7 +16,8 @@ import pytest
 
 from summa3d.bench import capacity
 from summa3d.cli import gemm as command
-from summa3d.gemm import CuboidPlan, volume
+from summa3d.comm.grid import Place
+from summa3d.gemm import CuboidPlan, plan_any, volume
 from summa3d.gemm.algorithms.registry import algorithm
 
 FIELDS = {
@@ -138,6 +139,31 @@ def test_the_prediction_names_its_cluster_and_the_nodes_memory_stands_beside_wor
     assert moved[0] <= moved[1] == assumed["words_per_rank_formula"] and assumed["workspace_bytes"] == moved[2]
 
 
+LAYOUTS = ["--m", 90, "--n", 70, "--k", 80, "--grid", "x=2,y=3", "--a-layout", "m:(x,y) k", "--b-layout", "k[4] n:x[8]", "--dry"]
+
+
+def test_a_plan_of_layouts_is_printed_with_its_alternatives_and_nothing_runs():
+    grid, commands = Place({"x": 2, "y": 3}), []
+    for more in (
+        [],
+        ["--objective", "words", "--out-layout", "m n:(y,x)", "--json"],
+        ["--dtype", "float32", "--cluster", "server"],
+    ):
+        commands.append(["gemm", *map(str, LAYOUTS), *more])
+    free, asked, named = (
+        subprocess.run([jobs.python(), "-m", "summa3d", *command], capture_output=True, text=True, check=True)
+        for command in commands
+    )
+    layouts = "m:(x,y) k", "k[4] n:x[8]", 90, 70, 80, grid
+    plan = plan_any(*layouts)
+    assert free.stdout == f"{plan}\n" and len(plan.others) == 7 and all(one.text in free.stdout for one in plan.others)
+    found, plan = json.loads(asked.stdout), plan_any(*layouts, "m n:(y,x)", objective="words")
+    assert (found["words"], found["max_words"], found["c_layout"]) == (plan.words, plan.max_words, "m n:(y,x)")
+    assert found["messages"] == sum(map(plan.messages_of, range(6))) and found["others"][0]["words"] >= found["words"]
+    assert named.stdout == f"{plan_any(*layouts, dtype='float32')}\n"
+    assert [done.stdout for done in jobs.commands([commands[0]], 2)] == [free.stdout]
+
+
 BAD = [
     (["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 2 ranks."),
     (["--grid", "two"], "summa3d gemm: argument --grid: 'two' is not a grid; write it as x=2,y=2,z=2; see summa3d help gemm\n"),
@@ -149,6 +175,12 @@ BAD = [
     (["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),
     (["--grid", "x=2", "--panel", "3"], "ConfigError: --panel applies to summa, tesseract and ca25d only (algorithm is cuboid)."),
     (["--grid", "x=2", "--dtype", "int4"], "invalid choice: 'int4'"),
+    (["--grid", "x=2", "--a-layout", "m k"], "ConfigError: --a-layout is of a plan that is printed: it needs --dry."),
+    (
+        ["--grid", "x=2", "--a-layout", "m k", "--dry"],
+        "ConfigError: --dry prints the plan of --a-layout and --b-layout on --grid:",
+    ),
+    (["--grid", "x=2", "--a-layout", "m:y k", "--b-layout", "k n", "--dry"], "names axis 'y'; the grid has the axes x."),
     (
         ["--grid", "x=2", "--m", str(10**7), "--k", str(10**7)],
         "CapacityError: The product needs up to 1,117,587.1 GiB a rank, 2,235,174.2 GiB on node ",

@@ -125,23 +125,40 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
             ShapeError,
             "float64 and B float32",
         ),
-        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), other, plan.b_layout)), LayoutError, "another grid"),
-        (lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, plan.a_layout)), LayoutError, "B in k:(z,x) n:y"),
         (
-            lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, Layout((), ()))),
+            lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), other, plan.b_layout), algorithm="cuboid"),
             LayoutError,
-            "cuboid product of form nn",
+            "another grid",
+        ),
+        (
+            lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, plan.a_layout), algorithm="cuboid"),
+            LayoutError,
+            "B in k:(z,x) n:y",
+        ),
+        (
+            lambda: matmul(a, DistMatrix.from_global(np.ones((4, 6)), grid, Layout((), ())), panel=2),
+            LayoutError,
+            "summa product of form nn",
         ),
         (lambda: matmul(a, b, "xy"), ShapeError, "form 'xy' is not one of nn, nt, tn, tt"),
         (lambda: matmul(a, b, algorithm="strassen"), ConfigError, "'strassen' is not known"),
         (lambda: matmul(a, b, beta=1), ShapeError, "beta = 1 needs the block of C"),
         (
-            lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), grid, plan.a_layout)),
+            lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), grid, plan.a_layout), algorithm="cuboid"),
             LayoutError,
             "the product is 8×6 in m:(x,z) n:y",
         ),
         (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((6, 8)), grid, plan.c_layout)), LayoutError, "out is"),
-        (lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), other, plan.c_layout)), LayoutError, "out is"),
+        (
+            lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6)), other, plan.c_layout), algorithm="cuboid"),
+            LayoutError,
+            "out is",
+        ),
+        (lambda: matmul(a, b, algorithm="cuboid", out_layout="m:x n"), ConfigError, "Cuboid leaves C in m:(x,z) n:y"),
+        (lambda: matmul(a, b, out=c, out_layout="m:x n"), LayoutError, "out_layout is m:x n"),
+        (lambda: matmul(a, b, out_layout="m:w n"), LayoutError, "names axis 'w'"),
+        (lambda: matmul(a, b, out_layout="m n k"), LayoutError, "describes 3 dims"),
+        (lambda: matmul(a, b, objective="bytes"), ConfigError, "objectives: seconds, words"),
         (
             lambda: matmul(a, b, out=DistMatrix.from_global(np.ones((8, 6), np.float32), grid, plan.c_layout)),
             ShapeError,
@@ -171,12 +188,27 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
     assert np.array_equal(matmul(a, b, out=c).to_global(), np.full((8, 6), 4))
 
 
+@pytest.mark.mpi(sizes=(4,))
+def test_operands_that_no_algorithm_has_are_multiplied_wherever_they_lie(comm, make_grid):
+    grid, other = grid_of(comm, make_grid), make_grid(x=1, y=2, z=2)
+    plan, left, right = CuboidPlan("nn", 8, 6, 4), random((8, 4), 1), random((4, 6), 2)
+    a, want = DistMatrix.from_global(left, grid, plan.a_layout), left @ right
+    for place, layout in ((other, plan.b_layout), (grid, plan.a_layout), (grid, Layout((), ()))):
+        c = matmul(a, DistMatrix.from_global(right, place, layout))
+        assert c.grid is grid and np.allclose(c.to_global(), want, rtol=0, atol=1e-14)
+    b = DistMatrix.from_global(right, grid, plan.b_layout)
+    for place, layout in ((grid, plan.a_layout), (other, plan.c_layout)):
+        out = DistMatrix.from_global(np.ones((8, 6)), place, layout)
+        assert matmul(a, b, out=out, beta=2) is out and np.allclose(out.to_global(), want + 2, rtol=0, atol=1e-14)
+
+
 @pytest.mark.mpi(sizes=(2,))
-def test_a_grid_with_fewer_axes_than_roles_is_told_so(comm, make_grid):
-    grid = make_grid(y=2)
-    a = DistMatrix.from_global(np.ones((4, 4)), grid, Layout(("y",), ()))
-    with pytest.raises(LayoutError, match="not the operands of a cuboid product"):
-        matmul(a, a)
+def test_a_grid_with_fewer_axes_than_roles_multiplies_and_a_named_algorithm_says_what_it_lacks(comm, make_grid):
+    grid, whole = make_grid(y=2), random((4, 4), 1)
+    a = DistMatrix.from_global(whole, grid, Layout(("y",), ()))
+    assert np.allclose((a @ a).to_global(), whole @ whole, rtol=0, atol=1e-14)
+    with pytest.raises(LayoutError, match=r"(?s)not the operands of a cuboid product.*On a grid with the axes y, x, z one"):
+        matmul(a, a, algorithm="cuboid")
 
 
 @pytest.mark.mpi(sizes=(1, 4))

@@ -1,0 +1,153 @@
+"""What executes a plan of a product in any layouts: redistributions, one local product, a sum over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...blas_library import library
+from ...comm.device.arrays import Array, cast, copy_into, detached, dtype_name, empty, is_half, kind_of, widen
+from ...comm.grid import BaseGrid
+from ...comm.topology import describe
+from ...errors import GridError, ShapeError
+from ...layout.redistribute import Exchange, put
+from ..algorithms.checks import check_dtype, check_factor
+from ..algorithms.workspace import Workspace, is_like
+from ..local.blas import accumulation_like, add
+from .blocks import nested_sizes, ownership_of
+from .plan import DIRECT, ROWS, AnyPlan
+
+
+class AnyProduct:
+    """An `AnyPlan` bound to the grids of its spaces. `run` may be called any number of times; it keeps no workspace.
+
+    What this rank sends and receives is worked out here. The redistributions of A, B and C travel over all ranks, and are
+    counted in the ledger of the first grid; the sum over the axes of k in that of the grid that computes.
+    """
+
+    def __init__(self, plan: AnyPlan, grids: Sequence[BaseGrid]) -> None:
+        for space, grid in zip(plan.spaces, grids, strict=True):
+            points = grid.places() if len(grids) > 1 else [grid.coordinates_of(rank) for rank in range(grid.size)]
+            if points != space.points:
+                raise GridError(f"{grid} is not the grid of the plan, which is one of {describe(space.shape)} and its order.")
+        library()  # one that cannot be used is an error here, on every rank, before any communication
+        self.plan, self.grid = plan, grids[plan.grid]
+        axis = grids[0].ranked if len(grids) == 1 else grids[0].everyone
+        self.axis, self.ledger = axis, axis.ledger
+        self.fetches = [Exchange([fetch], axis) for fetch in plan.fetches]
+        self.delivery = Exchange(plan.deliveries, axis) if plan.deliveries else None
+        self.a_block, self.b_block, self.c_block = (
+            one.placement(plan.spaces).local_shape(one.shape, axis.index) for one in (plan.a, plan.b, plan.c)
+        )
+        layout = ownership_of((plan.m, plan.n), plan.c.shape, "mn")
+        self.rows, self.columns = layout.local_shape(plan.c.shape, self.grid.shape, self.grid.coordinates)
+        scatters = plan.k.axes and plan.how != DIRECT and self.grid.inside
+        self.plane = self.grid[plan.k.axes] if scatters else None
+        self.fine = 0 if plan.how == ROWS else 1
+        counts = [self.grid.shape[axis] for axis in plan.k.axes]
+        self.sizes = nested_sizes((self.rows, self.columns)[self.fine], counts)
+
+    def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
+        """Raise ShapeError unless the blocks have the plan's shapes and one dtype, and α and β suit it."""
+        name = check_dtype(a)
+        for letter, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
+            if array is None:
+                continue
+            self.check_block(letter, array, expected)
+            if array.dtype != a.dtype:
+                raise ShapeError(f"{letter} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
+            if not is_like(array, a):
+                kinds = f"{letter} is an array of {kind_of(array)}, A of {kind_of(a)}"
+                raise ShapeError(f"{kinds}; a product takes one library and memory.")
+        for factor_name, factor in (("alpha", alpha), ("beta", beta)):
+            check_factor(factor_name, factor, name)
+        if out is None and beta != 0:
+            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
+
+    def check_block(self, name: str, array: Array, expected: tuple[int, ...]) -> None:
+        """Raise ShapeError unless the block of a matrix has the shape that its layout gives here."""
+        if tuple(array.shape) != expected:
+            raise ShapeError(
+                f"The block of {name} has shape {tuple(array.shape)}; {self.plan!r} expects {expected} on this rank."
+            )
+
+    def run(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> Array:
+        """C = α·op(A)·op(B) + β·C of this rank's blocks; the block of C, `out` where it is given.
+
+        Words and messages are those of the plan. 16-bit floats are multiplied and summed over ranks in float32 and rounded
+        once: before C is delivered, or where β·C is added after it.
+        """
+        if dtype_name(a).startswith("int"):
+            alpha, beta = int(alpha), int(beta)
+        c = self._summand(a, b, alpha)
+        if self.plane is not None:
+            c = self._kept_until(self.delivery is not None or c.dtype != a.dtype, self._scattered(c))
+        if c.dtype != a.dtype and beta == 0 and self.plan.how != DIRECT:
+            c = self._kept_until(self.delivery is not None, cast(c, a))
+        if self.delivery is not None:
+            c = self._added(c) if self.plan.how == DIRECT else self._delivered(c)
+        return _written(c, a, out, beta)
+
+    def _kept_until(self, is_workspace: bool, array: Array) -> Array:
+        """Count an array as workspace, if it is no result."""
+        return self.ledger.track(array) if is_workspace else array
+
+    def _summand(self, a: Array, b: Array, alpha: Any) -> Array:
+        """This rank's summand α·op(A)·op(B) of C[m, n], in the dtype that sums are taken in."""
+        like = accumulation_like(empty((0, 0), a))
+        left, right = self._fetched(self.fetches[0], detached(a)), self._fetched(self.fetches[1], detached(b))
+        shape = (self.rows, self.columns)
+        is_workspace = self.plane is not None or self.delivery is not None or like.dtype != a.dtype
+        summand = self._kept_until(is_workspace, empty(shape, like))
+        workspace = Workspace(self.grid)
+        left, right = workspace.widened("a", left), workspace.widened("b", right)
+        workspace.accumulate(left, right, self.plan.form, summand, alpha, 0)
+        return summand
+
+    def _fetched(self, fetch: Exchange, block: Array) -> Array:
+        """An operand's block that this rank multiplies; a view of its own block where nothing moves."""
+        if not fetch.moves:
+            return fetch.kept(block)
+        fetched = self.ledger.track(empty(fetch.shape, block))
+        fetch.run(block, fetched)
+        return fetched
+
+    def _scattered(self, summand: Array) -> Array:
+        """This rank's part of the sum over the axes of k. Words: (Z−1) times the part."""
+        assert self.plane is not None
+        return self.plane.reduce_scatter(summand, self.fine, self.sizes)
+
+    def _delivered(self, c: Array) -> Array:
+        """C where it shall lie."""
+        assert self.delivery is not None
+        delivered = empty(self.delivery.shape, c)
+        self.delivery.run(c, delivered)
+        return delivered
+
+    def _added(self, summand: Array) -> Array:
+        """C where it shall lie: each rank adds its part of all summands, in the order of the ranks along the axes of k."""
+        assert self.delivery is not None
+        shape, total = self.delivery.shape, None
+        for pieces in self.delivery.pieces(summand):
+            part = self.ledger.track(empty(shape, summand))
+            for piece, elements in pieces:
+                put(part, piece.put, elements)
+            if total is None:
+                total = part
+            else:
+                add(part, total, 1)
+        return total
+
+
+def _written(c: Array, like: Array, out: Array | None, beta: Any) -> Array:
+    """C in the dtype of `like`; in `out` where that is given, with β times what `out` held, which β = 0 does not read."""
+    if out is None:
+        return c if c.dtype == like.dtype else cast(c, like)
+    if beta == 0:
+        return copy_into(out, c)
+    if is_half(out):
+        total = widen(out)
+        add(c, total, beta)
+        return copy_into(out, total)
+    add(c, out, beta)
+    return out

@@ -1,0 +1,164 @@
+"""What a grid keeps of each kind of product: its plan, how its operands are read, and what executes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..comm.device.arrays import dtype_name, place_of
+from ..comm.grid import BaseGrid, agree_on_call
+from ..errors import ConfigError, LayoutError
+from ..layout.cyclic import Ownership, ownership
+from ..layout.redistribute import check_common
+from .algorithms.checks import check_dtype
+from .any_layout.executor import AnyProduct
+from .any_layout.planned import plan_any
+from .describe import summary
+from .distributed import Distributed
+from .executors import executors_of
+from .recognise import matching, product_of, readings, sizes
+
+KEPT_BINDINGS = 1024
+ANY = "any"
+"""The name by which `matmul` is asked for a product of any layouts, where an algorithm would have them too."""
+
+
+class Binding(NamedTuple):
+    """How a product is executed: whether each operand is read as its .T, and C's layout and shape.
+
+    executor : the number of an algorithm's. product : what multiplies operands in no algorithm's layouts; None, an algorithm's
+    executor does, or this rank is outside the grid.
+    """
+
+    a_transposed: bool
+    b_transposed: bool
+    executor: int
+    c_layout: Ownership
+    c_shape: tuple[int, int]
+    product: AnyProduct | None = None
+
+
+class Wanted(NamedTuple):
+    """What a call asks for beside its operands."""
+
+    form: str
+    algorithm: str | None
+    options: dict[str, Any]
+    out_layout: Ownership | str | None
+    objective: str
+
+    @property
+    def takes_any(self) -> bool:
+        """Whether operands in no algorithm's layouts are multiplied too."""
+        return self.algorithm in (None, ANY) and not self.options
+
+
+def kept_binding(
+    a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any], out_layout: Any, objective: str
+) -> Binding | None:
+    """The binding of a product on one grid that was checked before; None where it must be checked."""
+    if not isinstance(a, Distributed) or not isinstance(b, Distributed) or a.grid is not b.grid or a.grid.job.check:
+        return None
+    kept: dict[Any, Binding] | None = a.grid.job.kept[a.grid].get(Binding)
+    try:
+        return None if kept is None else kept.get(_key(a, b, form, algorithm, options, out_layout, objective))
+    except (AttributeError, TypeError):  # a block that is none, or an option without a hash
+        return None
+
+
+def _key(
+    a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any], out_layout: Any, objective: str
+) -> tuple[Any, ...]:
+    """What products of one binding have in common."""
+    left, right = a.block, b.block
+    kinds = left.dtype, place_of(left), right.dtype, place_of(right)
+    own = a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed
+    return *own, kinds, form, algorithm, out_layout, objective, *options.items()
+
+
+def binding_of(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None) -> Binding:
+    """The binding of a product, kept with A's grid; the ranks agree on a new one. Raises what `matmul` raises for layouts."""
+    grid = a.grid
+    kept: dict[Any, Binding] = grid.job.kept[grid].setdefault(Binding, {})
+    key = _key(a, b, *wanted)
+    if out is not None or b.grid is not grid:
+        key = (*key, b.grid, None if out is None else (out.layout, out.grid))
+    try:
+        bound = kept.get(key)
+    except TypeError as error:
+        asked = f"{wanted.form!r}, {wanted.algorithm!r}, {wanted.options}"
+        raise ConfigError(
+            f"matmul takes no such form, algorithm, options or out_layout: {asked}, {wanted.out_layout!r}."
+        ) from error
+    if bound is None or grid.job.check:
+        bound = _new_binding(a, b, wanted, out)
+        if len(kept) >= KEPT_BINDINGS:
+            kept.clear()
+        kept[key] = bound
+    return bound
+
+
+def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None) -> Binding:
+    """The binding of an algorithm whose layouts the operands have, if it leaves C where it shall lie; else of any layouts."""
+    if wanted.algorithm == ANY and wanted.options:
+        raise ConfigError(f"Products of any layouts have no options; leave {', '.join(wanted.options)} out.")
+    target = _target(a, wanted, out)
+    grid, found = a.grid, None
+    if wanted.algorithm != ANY and b.grid is grid:
+        take = matching if wanted.takes_any else product_of
+        found = take(a, b, grid.shape, wanted.form, wanted.algorithm, wanted.options)
+    if found is not None:
+        plan, a_transposed, b_transposed = found
+        fits = target is None or (target == plan.c_layout and (out is None or out.grid is grid))
+        if not fits and wanted.out_layout is not None and not wanted.takes_any:
+            raise ConfigError(f"{plan.name} leaves C in {plan.c_layout}: leave out_layout={str(target)!r} out, or the algorithm.")
+        if fits or not wanted.takes_any:
+            number = executors_of(grid).number_of(plan, a.block) if grid.inside else 0
+            if grid.inside:
+                agree_on_call(grid, "matmul", _facts(a, b, wanted, None if wanted.out_layout is None else target, [grid]))
+            return Binding(a_transposed, b_transposed, number, plan.c_layout, plan.c_shape)
+    return _any_binding(a, b, wanted, target, a.grid if out is None else out.grid)
+
+
+def _target(a: Distributed, wanted: Wanted, out: Distributed | None) -> Ownership | None:
+    """Where C shall lie; None where nothing is said. Raises LayoutError where `out` lies elsewhere than out_layout says."""
+    target = None if wanted.out_layout is None else ownership(wanted.out_layout)
+    if out is None:
+        return target
+    if target not in (None, out.layout):
+        raise LayoutError(f"out is {summary(out)}; out_layout is {target}. Pass one of them.")
+    return out.layout
+
+
+def _any_binding(a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, out_grid: BaseGrid) -> Binding:
+    """The binding of operands in any layouts, on any grids of one communicator."""
+    grid, form = a.grid, wanted.form
+    extents = sizes(a.shape, b.shape, form)
+    for other in (b.grid, out_grid):
+        check_common(grid, other)
+    check_dtype(a.block)
+    left, right = readings(a, form[0])[0], readings(b, form[1])[0]
+    letters, dtype = left.letter + right.letter, dtype_name(a.block)
+    plan = plan_any(
+        left.layout, right.layout, *extents, grid, target, letters, dtype, wanted.objective, b.grid, out_grid if target else None
+    )
+    grids = list(dict.fromkeys([grid, b.grid, out_grid]))
+    here = grid.inside or len(grids) > 1
+    if here:
+        facts = {**_facts(a, b, wanted, target, grids), "plan": repr(plan)}
+        agree_on_call(grid, "matmul", facts, grid.ranked if len(grids) == 1 else grid.everyone)
+    product = AnyProduct(plan, grids) if here else None
+    return Binding(left.transposed, right.transposed, 0, plan.c.layout, plan.c.shape, product)
+
+
+def _facts(a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, grids: Sequence[BaseGrid]) -> dict[str, Any]:
+    """What the ranks compare of a product."""
+    asked = {"form": wanted.form, "algorithm": wanted.algorithm, "options": str(wanted.options)}
+    goal = {"out_layout": None if target is None else str(target), "objective": wanted.objective, "grids": len(grids)}
+    return {"a": _operand(a), "b": _operand(b), **asked, **goal}
+
+
+def _operand(matrix: Distributed) -> str:
+    """What all ranks know alike of an operand."""
+    rows, columns = matrix.shape
+    return f"{rows}×{columns} {dtype_name(matrix.block)} in {matrix.layout}{', transposed' if matrix.is_transposed else ''}"
