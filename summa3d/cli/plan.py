@@ -19,9 +19,25 @@ from ..parallel.simulate import ScheduleTimeline, in_flight, messages_of, timeli
 
 if TYPE_CHECKING:
     from ..plan.papers.costs import Isoefficiency, PrintedCost
+    from ..plan.programs.search import ProgramPlans
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
-SEARCH = ("model", "cluster", "ranks", "batch", "fix", "limit", "memory", "program", "rule", "explain", "write")
+SEARCH = (
+    "model",
+    "cluster",
+    "ranks",
+    "batch",
+    "tokens",
+    "price",
+    "set",
+    "fix",
+    "limit",
+    "memory",
+    "program",
+    "rule",
+    "explain",
+    "write",
+)
 """Options that a search alone has."""
 MOST_OPS = 2**18
 MOST_COLUMNS = 2**20
@@ -34,6 +50,7 @@ TIMES = (1e-6, 1e6)
 """The least and the most that an op may take."""
 SIZES = (1e-30, 1e30)
 """The same of a number that formulas take, so that what they give is one."""
+CLUSTER = "Describe a cluster of your own: a file that --cluster takes."
 SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for each rank, time from left to right."
 
 
@@ -81,6 +98,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     schedule.add_argument(
         "--json", action="store_true", help="Print JSON in place of text: totals, and all ops with their times."
     )
+    template = plans.add_parser("cluster", help=CLUSTER, description=CLUSTER)
+    template.add_argument("--template", action="store_true", required=True, help="Print a complete description, as TOML.")
     _add_formulas(plans.add_parser("formulas", help=FORMULAS, description=FORMULAS))
 
 
@@ -90,8 +109,15 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
         "--model", nargs="+", metavar="MODEL", help="A model's name, a configuration or TOML file, and KEY=VALUE of its sizes."
     )
     search.add_argument("--cluster", metavar="NAME|FILE", help="Plan for this cluster: one that is shipped, or a TOML file.")
-    search.add_argument("--ranks", type=int, metavar="N", help="Plan for N ranks.")
-    search.add_argument("--batch", type=int, metavar="B", help="Sequences of a step.")
+    search.add_argument(
+        "--ranks", metavar="N|N,N,…", help="Plan for N ranks; for several counts, compare their fastest plans: efficiency."
+    )
+    search.add_argument("--batch", metavar="B|Mtokens", help="Sequences of a step, or tokens, as 4Mtokens.")
+    search.add_argument("--tokens", type=float, metavar="T", help="Tokens to train on, as 300e9: days and GPU-hours.")
+    search.add_argument("--price", type=float, metavar="X", help="Price of a GPU-hour: what --tokens cost.")
+    search.add_argument(
+        "--set", action="append", default=[], metavar="KEY=2x", help="Another number of the cluster, as network.bandwidth=2x."
+    )
     search.add_argument("--top", type=int, default=8, metavar="K", help="Show the K fastest plans, and the best of each family.")
     search.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="Only plans with this value, as pp=8.")
     search.add_argument("--limit", action="append", default=[], metavar="KEY<=N", help="Only plans within it, as 'y<=8'.")
@@ -144,6 +170,11 @@ def run(args: argparse.Namespace) -> int:
         return draw_schedule(args)
     if args.plan == "formulas":
         return show_formulas(args)
+    if args.plan == "cluster":
+        from ..plan.questions import TEMPLATE
+
+        print(TEMPLATE, end="")
+        return 0
     if args.rows is not None:
         return show_rows(args)
     search = [f"--{name}" for name in SEARCH if getattr(args, name) not in (None, [])]
@@ -152,8 +183,6 @@ def run(args: argparse.Namespace) -> int:
     if args.paper is not None:
         return show_paper(args)
     if args.model is not None:
-        if args.plots is not None:
-            raise ConfigError("--plots draws the rows of a paper; a search has none. Leave it out, or name a --paper.")
         return show_plans(args)
     raise ConfigError("say what to plan: --model and --cluster, --paper NAME, schedule, or formulas; see summa3d help plan.")
 
@@ -163,21 +192,84 @@ def show_plans(args: argparse.Namespace) -> int:
     missing = [f"--{name}" for name in ("cluster", "ranks", "batch") if getattr(args, name) is None]
     if missing:
         raise ConfigError(f"a search takes --model, --cluster, --ranks and --batch; {', '.join(missing)} is missing.")
+    if args.price is not None and args.tokens is None:
+        raise ConfigError("--price is of --tokens, which it lacks.")
+    for name, value in (("tokens", args.tokens), ("price", args.price)):
+        if value is not None and not SIZES[0] <= value <= SIZES[1]:
+            raise ConfigError(f"--{name} is {value}; it must be positive, from {SIZES[0]:g} to {SIZES[1]:g}.")
     print(f"summa3d plan: {' '.join(args.model)} on {args.ranks} ranks of {args.cluster}", file=sys.stderr, flush=True)
     import mpi4py
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    from ..plan import questions
+    from ..plan.search.command import run as run_search
+    from ..plan.search.request import request
+
+    args.cluster = questions.cluster_with(args.cluster, args.set)
+    sequence = request(args.model, 1, args.cluster).config.model.sequence
+    asked, args.batch = args.batch, questions.sequences(args.batch, sequence)
+    args.step_tokens = args.batch * sequence
+    if asked != str(args.batch):
+        print(f"summa3d plan: {asked}: {args.batch} sequences, {args.step_tokens:,} tokens a step", file=sys.stderr)
+    counts = questions.rank_counts(args.ranks)
+    if len(counts) > 1:
+        return show_scaling(args, counts)
+    args.ranks = counts[0]
+    if args.plots is not None:
+        raise ConfigError("--plots draws the rows of a paper, or several counts of --ranks; a search of one has none.")
     if args.program is not None:
         return show_program(args)
-    from ..plan.search.command import run as run_search
-
     return run_search(args)
+
+
+def show_scaling(args: argparse.Namespace, counts: list[int]) -> int:
+    """Print the fastest plan on each count of ranks, and how efficient it is; returns the exit status."""
+    from ..plan import questions
+    from ..plan.search.find import find_plans
+
+    lacking = [f"--{name}" for name in ("rule", "explain", "write") if getattr(args, name) is not None]
+    if lacking:
+        raise ConfigError(f"{', '.join(lacking)} is of one count of --ranks, not of {len(counts)}.")
+
+    def best(ranks: int) -> tuple[str, float]:
+        if args.program is not None:
+            plan = program_plans(args, ranks).best[0]
+            return str(plan), plan.seconds
+        options = {"fix": args.fix, "limit": args.limit, "memory": args.memory, "era": args.era}
+        plans = find_plans(args.model, args.cluster, ranks, args.batch, top=1, **options)
+        return str(plans.best), plans.seconds
+
+    lines = questions.scaling_json(questions.scaling(counts, best), args.step_tokens, args.tokens, args.price)
+    about = {"model": args.model, "cluster": args.cluster.name, "batch": args.batch, "program": args.program or "summa3d"}
+    print(json.dumps({**about, "scaling": lines}) if args.json else "\n".join(questions.scaling_text(lines)))
+    if args.plots is not None:
+        for file in questions.draw_scaling(lines, f"{' '.join(args.model)} on {args.cluster.name}", args.plots):
+            print(f"written: {file}", file=sys.stderr)
+    return 0
 
 
 def show_program(args: argparse.Namespace) -> int:
     """Print the fastest plans of another program; returns the exit status. Raises ConfigError for options that it lacks."""
-    from ..cluster import load
+    from ..plan import questions
     from ..plan.programs import search
+
+    plans = program_plans(args, args.ranks)
+    trained = (
+        questions.training(plans.best[0].seconds, args.ranks, args.step_tokens, args.tokens, args.price) if args.tokens else {}
+    )
+    if args.json:
+        about = {"model": args.model, "ranks": args.ranks, "batch": args.batch}
+        print(json.dumps({**about, **plans.as_json(), **({"training": trained} if trained else {})}))
+        return 0
+    print("\n".join(search.as_text(plans, " ".join(args.model), args.ranks, args.batch)))
+    if trained:
+        print(questions.training_text(trained))
+    return 0
+
+
+def program_plans(args: argparse.Namespace, ranks: int) -> ProgramPlans:
+    """The plans of another program. Raises ConfigError for options that it lacks."""
+    from ..plan.programs.search import search
     from ..plan.search.memory import reserve
     from ..plan.search.request import bytes_of, request
 
@@ -187,17 +279,9 @@ def show_program(args: argparse.Namespace) -> int:
         raise ConfigError(f"--program plans without {', '.join(given) or '--era'}: those are of the library's own plans.")
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1.")
-    cluster = load(args.cluster)
-    model = request(args.model, args.batch, cluster).config.model
-    memory = cluster["device.memory"]
+    model, memory = request(args.model, args.batch, args.cluster).config.model, args.cluster["device.memory"]
     limit = bytes_of(args.memory) if args.memory else memory - reserve(memory)
-    plans = search.search(args.program, model, cluster, args.ranks, args.batch, args.fix, limit, args.top)
-    if args.json:
-        about = {"model": args.model, "ranks": args.ranks, "batch": args.batch}
-        print(json.dumps({**about, **plans.as_json()}))
-    else:
-        print("\n".join(search.as_text(plans, " ".join(args.model), args.ranks, args.batch)))
-    return 0
+    return search(args.program, model, args.cluster, ranks, args.batch, args.fix, limit, args.top)
 
 
 def show_rows(args: argparse.Namespace) -> int:

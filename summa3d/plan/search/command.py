@@ -13,6 +13,7 @@ import numpy as np
 from ...errors import ConfigError
 from ...interpreter import spawns_safely
 from ...node_support import affinity
+from ..questions import training, training_text
 from .export import export
 from .find import find_plans
 from .memory import memory
@@ -49,14 +50,19 @@ def run(args: argparse.Namespace) -> int:
     found, store = plans.found, plans.searched.times.store
     print(f"summa3d plan: {store.traces} cells traced, {store.read} read from disk", file=sys.stderr)
     rule = None if args.rule is None else by_rule(found.space, plans.searched)
+    trained = {}
+    if args.tokens is not None:
+        trained = training(plans.seconds, args.ranks, args.step_tokens, args.tokens, args.price)
     explained = None if args.explain is None else plans.explain(args.explain)
     if args.json:
         priced = {} if rule is None else {"rule": {"plan": str(rule.plan), "seconds": rule.seconds}}
-        print(json.dumps({**plans.as_json(), **priced}))
+        print(json.dumps({**plans.as_json(), **priced, **({"training": trained} if trained else {})}))
     else:
         print(plans)
         if rule is not None:
             print(f"the rule of PTD-P: {rule.plan}: {rule.seconds:.4g} s ({rule.seconds / plans.seconds - 1:+.1%})")
+        if trained:
+            print(training_text(trained))
         if explained is not None:
             print("\n".join(explained))
     if args.write is not None:
