@@ -270,7 +270,6 @@ def show_program(args: argparse.Namespace) -> int:
 def program_plans(args: argparse.Namespace, ranks: int) -> ProgramPlans:
     """The plans of another program. Raises ConfigError for options that it lacks."""
     from ..plan.programs.search import search
-    from ..plan.search.memory import reserve
     from ..plan.search.request import bytes_of, request
 
     lacking = {"limit": args.limit, "rule": args.rule, "explain": args.explain, "write": args.write}
@@ -280,7 +279,7 @@ def program_plans(args: argparse.Namespace, ranks: int) -> ProgramPlans:
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1.")
     model, memory = request(args.model, args.batch, args.cluster).config.model, args.cluster["device.memory"]
-    limit = bytes_of(args.memory) if args.memory else memory - reserve(memory)
+    limit = bytes_of(args.memory) if args.memory else memory  # what is kept free is part of a plan's bytes
     return search(args.program, model, args.cluster, ranks, args.batch, args.fix, limit, args.top)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ...dry.record import ENTER, LEAVE
 from ...dry.step import Setting, run
+from .programs import PROGRAMS
 from .step import block_parameters, in_flight, setting, stage_layers
 
 RESERVE = 2.5 * 2**30
@@ -16,7 +17,7 @@ FRAGMENTS = 1.06
 
 
 def bytes_of(given: Mapping[str, Any]) -> float:
-    """The bytes of the first stage of a row, as `step.step` takes it: 16-bit weights, 32-bit sums, masters and moments.
+    """The bytes of the first stage of a row, as `step.step` takes it: weights, sums of gradients, masters and moments.
 
     With shards (ZeRO-3, FSDP) all are cut, and one block is whole twice: its weights and the next's. With zero 1 masters and
     moments are cut over replicas and contexts. Activations are those that the dry run holds of a block, for the micro-batches in
@@ -27,7 +28,7 @@ def bytes_of(given: Mapping[str, Any]) -> float:
     block = block_parameters(given) / tp
     held = block * layers + (2 if pp == 1 else 1) * given["vocabulary"] * given["hidden"] / tp
     copies = given["dp"] * given.get("cp", 1) if given.get("zero", 0) else 1
-    states = held / shards * (2 + 4 + 12 / copies) + (2 * 2 * 2 * block if shards > 1 else 0)
+    states = held / shards * (PROGRAMS[given["profile"]].kept + 12 / copies) + (2 * 2 * 2 * block if shards > 1 else 0)
     of_block, of_enter, top_of_leave = _activations(setting(given))
     flying = in_flight(pp, chunks, max(1, given["batch"] // (given["dp"] * shards * given["micro_batch"])))
     activations = flying * (layers * of_block + of_enter) + (top_of_leave if pp == 1 else 0)
@@ -39,10 +40,14 @@ _known: dict[str, tuple[int, int, int]] = {}
 
 
 def _activations(setting: Setting) -> tuple[int, int, int]:
-    """Bytes that the forward of a block, and of what comes before the blocks, leaves; and the most of what comes after them."""
+    """Bytes that the forward of a block, and of what comes before the blocks, leaves; and the most of what comes after them.
+
+    Weights that the library joins for a product lie joined in other programs.
+    """
     key = repr(setting)
     if key not in _known:
         parts = [segment for segment, _ in run(setting).parts]
         block, enter = (sum(one.net for one in parts if one.cell == cell and not one.backward) for cell in ("0", ENTER))
-        _known[key] = block, enter, max((one.top for one in parts if one.cell == LEAVE), default=0)
+        joined = sum(op.written for one in parts if one.cell == "0" and not one.backward for op in one.ops if op.name == "cat")
+        _known[key] = block - joined, enter, max((one.top for one in parts if one.cell == LEAVE), default=0)
     return _known[key]

@@ -50,7 +50,8 @@ class PricedProgram(NamedTuple):
     about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
     computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device.
     sums : dtype in which shards of weights' gradients are added up. contention : the part of their time for which gathers of
-    weights slow down the arithmetic that they run behind. newer : whether its libraries are those of 2022 and later.
+    weights slow down the arithmetic that they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes
+    of a parameter beside its master and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum.
     """
 
     about: str
@@ -61,6 +62,7 @@ class PricedProgram(NamedTuple):
     sums: str = "bfloat16"
     contention: float = 0.0
     newer: bool = False
+    kept: int = 6
 
 
 PROGRAMS = {
@@ -70,7 +72,7 @@ PROGRAMS = {
     "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
     "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (causal, strided_attention)),
-    "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True),
+    "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
     "nanotron": PricedProgram(
         "Nanotron",
         (as_nccl,),
@@ -80,11 +82,11 @@ PROGRAMS = {
         newer=True,
     ),
     "fsdp": PricedProgram(
-        "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True
+        "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True, 4
     ),
-    "fsdp2": PricedProgram("torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True),
+    "fsdp2": PricedProgram("torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True, 4),
     "deepspeed-zero": PricedProgram(
-        "DeepSpeed's ZeRO", (as_nccl,), FSDP | {"overlap_gradients": True}, core_again, "flash2", "bfloat16", CONTENTION, True
+        "DeepSpeed's ZeRO", (as_nccl,), FSDP | {"overlap_gradients": True}, core_again, "flash2", "bfloat16", CONTENTION, True, 4
     ),
 }
 """Name → program."""
