@@ -184,7 +184,7 @@ def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:
         "words": plan.words,
         "max_words": plan.max_words,
         "messages": sum(map(plan.messages_of, ranks)),
-        "workspace_bytes": plan.dtype.nbytes * max(map(plan.workspace_of, ranks)),
+        "workspace_bytes": plan.dtype.nbytes * plan.max_workspace,
         "seconds": plan.seconds,
         "bound": plan.bound,
         "others": [one._asdict() for one in plan.others],

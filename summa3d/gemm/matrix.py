@@ -26,8 +26,9 @@ class DistMatrix(Distributed):
     """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
 
     `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it; methods take their text too (``m:x k:y``).
-    A block may have any memory order: `.T` is a view. Operations on two matrices want both in one layout on one grid, and raise
-    LayoutError or ShapeError on every rank alike, before anything moves, where they are not; `redistribute` brings them there.
+    A block may have any memory order: `.T` is a view. Products take two matrices in any layouts (`matmul`); sums want both in one
+    layout on one grid, and raise LayoutError or ShapeError on every rank alike, before anything moves, where they are not;
+    `redistribute` brings them there.
     On a rank outside the grid the block has no elements: redistribution, products, scaling, sums and files are called there
     too; norms and `to_global` belong to the grid's ranks.
     """

@@ -227,6 +227,24 @@ def test_a_free_c_moves_no_more_words_than_any_asked_for():
         assert planned(case, "words", with_c=False).words <= planned(case, "words").words
 
 
+def test_what_cannot_be_planned_is_refused_and_numpys_sizes_are_sizes():
+    grid, other = Place({"x": 2, "y": 2}), Place({"u": 3})
+    for kind, words, options in (
+        (LayoutError, "not of the same ranks", {"b_grid": other}),
+        (ConfigError, "Pass both", {"out_grid": Place({"u": 4})}),
+        (LayoutError, "names axis 'u'", {"out_layout": "m:u n"}),
+        (ShapeError, "none of|two of the letters", {"form": "nx"}),
+        (ConfigError, "objectives: seconds, words", {"objective": "bytes"}),
+        (ConfigError, "int4 is not supported", {"dtype": "int4"}),
+    ):
+        with pytest.raises(kind, match=words):
+            plan_any("m:x k", "k n", 8, 6, 4, grid, **options)
+    with pytest.raises(ShapeError, match="sizes are whole numbers"):
+        plan_any("m:x k", "k n", 8.0, 6, 4, grid)
+    large = plan_any("m:x k", "k n:x", *map(np.int32, (60_000, 60_000, 60_000)), grid, "m n", objective="words")
+    assert large.words == plan_any("m:x k", "k n:x", 60_000, 60_000, 60_000, grid, "m n", objective="words").words > 2**32
+
+
 PLANS = """
 import sys
 sys.path.insert(0, sys.argv[1])

@@ -23,6 +23,8 @@ from .vectors import DimSplit, RankParts, RankSpace, overlap
 
 ROWS, COLUMNS, DIRECT, WHOLE = "rows", "columns", "direct", "whole"
 """How the summands of C are added: scattered by rows or by columns, sent to who wants them, or there is one summand alone."""
+ALL_RANKS = 256
+"""Ranks up to which the workspace of each is looked at for the one that needs most."""
 HEADINGS = ("", "compute layout", "words", "messages", "seconds")
 
 
@@ -212,6 +214,12 @@ class AnyPlan:
         moved = steps and self.received["c"].any()
         return max(*peaks, wide * own + rounded if steps or wide > 1 else 0, own + steps[0].workspace_of(rank) if moved else 0)
 
+    @property
+    def max_workspace(self) -> int:
+        """`workspace_of` the rank that needs most; of more than `ALL_RANKS`, of the one that receives most words."""
+        received, ranks = sum(self.received.values(), start=np.zeros(len(self.space), np.int64)), len(self.space)
+        return max(self.workspace_of(rank) for rank in (range(ranks) if ranks <= ALL_RANKS else [int(received.argmax())]))
+
     def _summand_of(self, rank: int) -> int:
         layout = ownership_of((self.m, self.n), self.c.shape, "mn")
         return prod(layout.local_shape(self.c.shape, self.space.shape, self.space.points[rank]))
@@ -264,7 +272,7 @@ class AnyPlan:
         m, n, k = (self.extents[dim] for dim in "mnk")
         ranks = len(self.space)
         head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.form}, {self.dtype.name}, on {ranks} ranks"
-        workspace = max(self.workspace_of(rank) for rank in range(ranks)) * self.dtype.nbytes
+        workspace = self.max_workspace * self.dtype.nbytes
         most = f"most words of a rank {self.max_words:,} (bound {self.bound:,.0f}), workspace {workspace:,} bytes"
         messages = sum(self.messages_of(rank) for rank in range(ranks))
         way = f", C {self.how}" if self.how != WHOLE else ""

@@ -46,13 +46,16 @@ def plan_any(
     machine : what seconds are predicted for; the default is `Machine()`, and must be the same on all ranks
 
     Raises ShapeError for a form or sizes that cannot be; LayoutError for an axis that its grid lacks, or grids of other numbers
-    of ranks; ConfigError for another objective, or a dtype that is not supported.
+    of ranks; ConfigError for another objective, a dtype that is not supported, or an out_grid without out_layout.
 
     >>> from summa3d.comm.grid import Place
     >>> print(plan_any("m k:(y,x)", "k n:x", 64, 48, 96, Place({"x": 2, "y": 2})).summary)
-    A m k:(y,x) → m:y k (4,608 words), B k n:x stays, C in m:y n:x
+    A m k:(y,x) → m:y k (9,216 words), B k n:x stays, C in m:y n:x
     """
     _check(m, n, k, form, objective)
+    if out_grid is not None and out_layout is None:
+        raise ConfigError(f"out_grid is {out_grid}, and out_layout says nothing of where C shall lie on it. Pass both.")
+    m, n, k = int(m), int(n), int(k)  # numpy's whole numbers may be of few bits
     grids = list(dict.fromkeys([grid, b_grid or grid, out_grid or grid]))
     spaces = tuple(RankSpace.on(grid) if len(grids) == 1 else RankSpace.among_everyone(one) for one in grids)
     if len({len(space) for space in spaces}) > 1:
