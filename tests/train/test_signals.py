@@ -217,6 +217,7 @@ def test_a_launcher_that_is_stopped_is_noticed() -> None:
 
 DIES = """
 import os, signal, subprocess, sys, time
+signal.signal(int(sys.argv[1]), signal.SIG_DFL)  # jobs in the background of a shell may ignore SIGQUIT
 ranks = [
     subprocess.Popen(["sleep", "60"], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": str(rank)}) for rank in range(2)
 ]
@@ -238,14 +239,14 @@ def test_a_rank_that_a_launcher_killed_is_not_named_for_one_that_ended_of_itself
     """A launcher sees the connections of a rank close before that rank has ended, and the others may be quicker to end."""
     if tuple(map(int, os.uname().release.split(".")[:2])) < (6, 15) and order == "10":
         pytest.skip("how another's child ended is told since Linux 6.15")
-    assert follow.follow([sys.executable, "-c", DIES, str(int(number)), *order], dict(os.environ)) == 9
+    assert follow.follow([sys.executable, "-c", DIES, str(int(number)), *order], jobs.environment()) == 9
     assert re.fullmatch(
         rf"summa3d launch: rank {first} of 2 \(process \d+\) ended first, without a report\n", capfd.readouterr().err
     )
 
 
 def test_a_launcher_that_ends_before_it_has_started_a_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    assert follow.follow(["sh", "-c", "exit 3"], dict(os.environ)) == 3
+    assert follow.follow(["sh", "-c", "exit 3"], jobs.environment()) == 3
     assert capfd.readouterr().err == "summa3d launch: the launcher ended with status 3 before a rank was seen\n"
 
 
