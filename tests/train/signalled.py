@@ -156,7 +156,7 @@ def main() -> None:
         check(trial, status, said, parts, ranks)
         saves = status == 75 or trial.who == "launch"  # whose end, too, has mpiexec ask the ranks
         assert before <= saved(parts) <= before + (3 if saves else 1), (trial, before, saved(parts))
-        print(*trial, status, saved(parts), flush=True)
+        print(*trial, status, saved(parts), f"{took:.1f} s", flush=True)
     last = Trial("SIGINT", "launch", "end", 0)  # once the last step is taken, a run ends as usual
     status, said = run(parts, ranks, steps, last, steps)
     check(last, status, said, parts, ranks)
