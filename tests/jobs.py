@@ -124,6 +124,16 @@ def run_serial(
     return finish(_popen([sys.executable if fresh else python(), *arguments], cwd, environment(extra)), timeout)
 
 
+def printed_by_hash_seeds(program: str, *arguments: str) -> tuple[str, str]:
+    """What a program of Python prints where texts have the hashes of one seed, and of another."""
+    command = [sys.executable, "-c", program, *arguments]
+    first, second = (
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+        for seed in ("1", "2")
+    )
+    return first, second
+
+
 def commands(lines: Sequence[Sequence[object]], ranks: int) -> list[Ended]:
     """How each of these commands of summa3d ends, one after the other on the ranks of one job: all alike, and only rank 0 prints.
 

@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
     )
-    for operand, lies in (("a", "A lies"), ("b", "B lies"), ("out", "C shall lie, by default where it falls cheapest")):
+    for operand, lies in (("a", "A lies"), ("b", "B lies"), ("out", "C is left, by default in its cheapest layout")):
         parser.add_argument(f"--{operand}-layout", metavar="LAYOUT", help=f"Say where {lies}, as 'm:(x,y) k'. Needs --dry.")
     parser.add_argument(
         "--objective", choices=OBJECTIVES, help="Take the plan of fewest predicted seconds (the default), or words. Needs --dry."

@@ -99,7 +99,7 @@ def binding_of(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed 
 
 
 def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None) -> Binding:
-    """The binding of an algorithm whose layouts the operands have, if it leaves C where it shall lie; else of any layouts."""
+    """The binding of an algorithm whose layouts the operands have, if C has the output layout; else of any layouts."""
     if wanted.algorithm == ANY and wanted.options:
         raise ConfigError(f"Products of any layouts have no options; leave {', '.join(wanted.options)} out.")
     target = _target(a, wanted, out)
@@ -121,7 +121,7 @@ def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distribute
 
 
 def _target(a: Distributed, wanted: Wanted, out: Distributed | None) -> Ownership | None:
-    """Where C shall lie; None where nothing is said. Raises LayoutError where `out` lies elsewhere than out_layout says."""
+    """The output layout of C; None where nothing is said. Raises LayoutError where `out` lies elsewhere than out_layout says."""
     target = None if wanted.out_layout is None else ownership(wanted.out_layout)
     if out is None:
         return target

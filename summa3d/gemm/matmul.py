@@ -44,7 +44,7 @@ def matmul(
         layouts these are, the cuboid before all, and where there is none `any`
     out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
         ranks agree first, by one message round of a byte
-    out_layout : where C shall lie, on A's grid; None, where the algorithm leaves it, and with `any` where it falls cheapest
+    out_layout : the output layout of C, on A's grid; None, where the algorithm leaves it, and with `any` where it falls cheapest
     objective : of `any`: fewest predicted "seconds", or "words"
     options : of the algorithm, such as panel=256 for summa
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from itertools import permutations, product
 from math import prod
 from random import Random
 
+import jobs
 import numpy as np
 import pytest
 from any_layouts import Case, random_case, stored
@@ -261,16 +259,7 @@ for _ in range(30):
 
 def test_plans_do_not_depend_on_the_hashes_of_texts(request):
     folder = str(request.path.parent.parent)
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", PLANS, folder],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    texts = jobs.printed_by_hash_seeds(PLANS, folder)
     assert texts[0] == texts[1] and texts[0].count("→") >= 30
 
 

@@ -8,13 +8,13 @@ import os
 import pickle
 import re
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import jobs
 import numpy as np
 import pytest
 
@@ -500,14 +500,5 @@ PROGRAM = "import sys; from summa3d.cli.main import main; sys.exit(main(sys.argv
 @pytest.mark.wide
 def test_two_processes_with_other_hash_seeds_print_the_same(cache: Path) -> None:
     words = "plan --model layers=4 hidden=64 heads=4 sequence=32 vocabulary=256 --cluster selene --ranks 4 --batch 8 --json"
-    lines = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM, *words.split()],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
+    lines = jobs.printed_by_hash_seeds(PROGRAM, *words.split())
     assert lines[0] == lines[1] and len(json.loads(lines[0])["plans"]) == 8

@@ -141,7 +141,10 @@ def mpi_not_started() -> Iterator[None]:
         yield
         return
     before = mpi4py.rc.initialize, mpi4py.rc.finalize
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True  # mpi4py calls MPI_Finalize at exit, whoever calls MPI_Init
+    mpi4py.rc.initialize, mpi4py.rc.finalize = (
+        False,
+        True,
+    )  # mpi4py calls MPI_Finalize at exit, also where other code called MPI_Init
     try:
         yield
     finally:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from ...comm.device.arrays import Array, dtype_name, overlap
+from ...comm.device.arrays import Array, dtype_name, kind_of, overlap
 from ...comm.health.agreement import agree_on_error
 from ...dtypes import DTYPES
 from ...errors import ShapeError
+from .workspace import is_like
 
 
 def is_whole(value: Any) -> bool:
@@ -37,6 +39,34 @@ def check_factor(name: str, factor: Any, dtype: str) -> None:
         raise ShapeError(f"{name} = {factor} is complex; a product of {dtype} takes real numbers.")
     if dtype.startswith("int") and isinstance(value, float) and not value.is_integer():
         raise ShapeError(f"{name} = {factor} is not a whole number; a product of {dtype} takes whole numbers.")
+
+
+def check_operands(
+    blocks: Sequence[tuple[str, Array | None, tuple[int, ...]]],
+    check_block: Callable[[str, Array, tuple[int, ...]], None],
+    alpha: Any,
+    beta: Any,
+) -> None:
+    """Raise ShapeError unless A, B and C are blocks of one dtype, library and memory, and α and β suit it.
+
+    blocks : the name of each, its block (None for a C that is made), and its shape, which `check_block` compares
+    """
+    (_, a, _), *_, (_, out, _) = blocks
+    assert a is not None
+    name_of_dtype = check_dtype(a)
+    for name, array, expected in blocks:
+        if array is None:
+            continue
+        check_block(name, array, expected)
+        if array.dtype != a.dtype:
+            raise ShapeError(f"{name} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
+        if not is_like(array, a):
+            kinds = f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}"
+            raise ShapeError(f"{kinds}; a product takes one library and memory.")
+    for name, factor in (("alpha", alpha), ("beta", beta)):
+        check_factor(name, factor, name_of_dtype)
+    if out is None and beta != 0:
+        raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
 
 
 def agree_on_out(comm: MPI.Comm, out: Array, a: Array, b: Array) -> None:

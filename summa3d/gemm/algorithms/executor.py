@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ...blas_library import library
-from ...comm.device.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, kind_of, place_of
+from ...comm.device.arrays import Array, contiguous, dtype_name, empty, is_contiguous, is_on_device, place_of
 from ...comm.grid import BaseGrid
 from ...errors import ShapeError
 from ..local.blas import accumulation_like
-from .checks import agree_on_out, check_dtype, check_factor, check_out
+from .checks import agree_on_out, check_operands, check_out
 from .plan import ProductPlan
 from .transpose import Transposed
-from .workspace import Workspace, is_like
+from .workspace import Workspace
 
 Multiply = Callable[[Array, Array, Array, Any, Any], None]
 
@@ -76,20 +76,8 @@ class Executor(ABC):
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, α and β suit it, and C lies apart."""
         if (plain := _is_plain(out, alpha, beta)) and _kind(a, b) in self._likes:
             return
-        dtype, name_of_dtype = a.dtype, check_dtype(a)
-        for name, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
-            if array is None:
-                continue
-            self.check_block(name, array, expected)
-            if array.dtype != dtype:
-                raise ShapeError(f"{name} has dtype {array.dtype}, A has {dtype}; a product takes one dtype, of one library.")
-            if not is_like(array, a):
-                kinds = f"{name} is an array of {kind_of(array)}, A of {kind_of(a)}"
-                raise ShapeError(f"{kinds}; a product takes one library and memory.")
-        for name, factor in (("alpha", alpha), ("beta", beta)):
-            check_factor(name, factor, name_of_dtype)
-        if out is None and beta != 0:
-            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
+        blocks = (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block))
+        check_operands(blocks, self.check_block, alpha, beta)
         if out is not None:
             if self.grid.job.check:
                 agree_on_out(self.grid.comm, out, a, b)

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...blas_library import library
-from ...comm.device.arrays import Array, cast, copy_into, detached, dtype_name, empty, is_half, kind_of, widen
+from ...comm.device.arrays import Array, cast, copy_into, detached, dtype_name, empty, is_half, widen
 from ...comm.grid import BaseGrid
 from ...comm.topology import describe
 from ...errors import GridError, ShapeError
 from ...layout.redistribute import Exchange, put
-from ..algorithms.checks import check_dtype, check_factor
-from ..algorithms.workspace import Workspace, is_like
+from ..algorithms.checks import check_operands
+from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add
 from .blocks import nested_sizes, ownership_of
 from .plan import DIRECT, ROWS, AnyPlan
@@ -49,20 +49,8 @@ class AnyProduct:
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, and α and β suit it."""
-        name = check_dtype(a)
-        for letter, array, expected in (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block)):
-            if array is None:
-                continue
-            self.check_block(letter, array, expected)
-            if array.dtype != a.dtype:
-                raise ShapeError(f"{letter} has dtype {array.dtype}, A has {a.dtype}; a product takes one dtype, of one library.")
-            if not is_like(array, a):
-                kinds = f"{letter} is an array of {kind_of(array)}, A of {kind_of(a)}"
-                raise ShapeError(f"{kinds}; a product takes one library and memory.")
-        for factor_name, factor in (("alpha", alpha), ("beta", beta)):
-            check_factor(factor_name, factor, name)
-        if out is None and beta != 0:
-            raise ShapeError(f"beta = {beta} needs the block of C that it scales: pass out.")
+        blocks = (("A", a, self.a_block), ("B", b, self.b_block), ("C", out, self.c_block))
+        check_operands(blocks, self.check_block, alpha, beta)
 
     def check_block(self, name: str, array: Array, expected: tuple[int, ...]) -> None:
         """Raise ShapeError unless the block of a matrix has the shape that its layout gives here."""
@@ -118,14 +106,14 @@ class AnyProduct:
         return self.plane.reduce_scatter(summand, self.fine, self.sizes)
 
     def _delivered(self, c: Array) -> Array:
-        """C where it shall lie."""
+        """The block of C in its output layout."""
         assert self.delivery is not None
         delivered = empty(self.delivery.shape, c)
         self.delivery.run(c, delivered)
         return delivered
 
     def _added(self, summand: Array) -> Array:
-        """C where it shall lie: each rank adds its part of all summands, in the order of the ranks along the axes of k."""
+        """The same where summands travel: each rank adds its part of all, in the order of the ranks along the axes of k."""
         assert self.delivery is not None
         shape, total = self.delivery.shape, None
         for pieces in self.delivery.pieces(summand):

@@ -56,7 +56,8 @@ class AnyPlan:
     """C (m×n) = op(A)·op(B) by a compute layout, which gives each axis of a grid to m, to n, to k, or to none of them.
 
     A rank fetches op(A)[m, k] and op(B)[k, n] of its parts of m, n and k; its product is a summand of C[m, n]. The summands of
-    the ranks along the axes of k are added, and C goes where it shall lie. On the axes of none, ranks multiply the same.
+    the ranks along the axes of k are added, and C is redistributed to its output layout. On the axes of none, ranks multiply
+    the same.
 
     spaces : the grids of the operands, of which `spaces[grid]` computes; ranks are numbered as that of one grid, and where
     operands lie on two grids as in the communicator that both were made on
@@ -125,7 +126,7 @@ class AnyPlan:
 
     @cached_property
     def deliveries(self) -> tuple[Redistribution, ...]:
-        """How C goes where it shall lie: the sum at once, or each summand; empty where it lies there already."""
+        """The redistributions of C to its output layout: of the sum at once, or of each summand; empty where it has it."""
         shape, target = self.c.shape, self.c.placement(self.spaces)
         space, axes = self.space, self.k.axes
         indices = product(*(range(space.shape[axis]) for axis in axes)) if self.how == DIRECT else [()]

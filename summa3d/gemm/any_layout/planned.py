@@ -41,7 +41,7 @@ def plan_any(
     a_layout, b_layout : where A and B lie, as they are stored: with form t, A is k×m
     grid : of A; b_grid, out_grid : of B and of C, by default the same one. Others are of the same ranks of a communicator, and
         ranks are then numbered as there; C lies on A's grid where nothing else is said
-    out_layout : where C shall lie; None, where it falls cheapest
+    out_layout : the output layout of C; None, the cheapest
     objective : "seconds", the fewest that are predicted; or "words", the fewest of all layouts that divide the work evenly
     machine : what seconds are predicted for; the default is `Machine()`, and must be the same on all ranks
 

@@ -32,7 +32,7 @@ WAYS = (ROWS, COLUMNS, WHOLE, DIRECT)
 
 @dataclass(frozen=True)
 class AnyRequest:
-    """A product to be planned: what it multiplies, and where operands lie. c : where C shall lie; None, where it is cheapest."""
+    """A product to be planned: what it multiplies, and where operands lie. c : C's output layout; None, the cheapest."""
 
     form: str
     extents: dict[str, int]
@@ -228,7 +228,7 @@ class ComputeLayouts:
         return np.asarray(rows.size * columns.size)
 
     def _delivery(self, own: np.ndarray, m: np.ndarray, n: np.ndarray, summands: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Words and seconds of bringing C, or each of its summands, from the splits of these numbers to where it shall lie."""
+        """Words and seconds of bringing C, or each of its summands, from the splits of these numbers to its output layout."""
         assert self.request.c is not None
         rows, columns = self.held["c"]
         kept = self._overlaps(rows, "m")[m] * self._overlaps(columns, "n")[n]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ PART = 0.9
 """Of a port's line rate, what a message gets."""
 
 
+@cache
 def devices() -> dict[str, dict[str, Any]]:
     """GPU → its other names, the cluster that describes it, and what differs from that."""
     return read_toml(FILE)

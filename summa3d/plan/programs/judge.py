@@ -20,16 +20,13 @@ FEWEST = 4
 def judged(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
     """What `summa3d plan --rows FILE --json` prints: each row, and for all and for each device a summary."""
     every = [_line(row) for row in rows]
-    refused = [line for line in every if "refused" in line]
-    rows, lines = (
-        [row for row, line in zip(rows, every, strict=True) if line not in refused],
-        [line for line in every if line not in refused],
-    )
+    rows = [row for row, line in zip(rows, every, strict=True) if "refused" not in line]
+    lines = [line for line in every if "refused" not in line]
     devices = dict.fromkeys(row.device for row in rows)
     groups = {device: [place for place, row in enumerate(rows) if row.device == device] for device in devices}
     return {
         "rows": every,
-        "refused": len(refused),
+        "refused": len(every) - len(lines),
         "summary": summary(rows, lines) if rows else None,
         "devices": {
             device: summary([rows[place] for place in places], [lines[place] for place in places])

@@ -14,7 +14,7 @@ from ...nn.config import ModelConfig
 from .bands import band_of
 from .devices import devices
 from .memory import bytes_of
-from .programs import SWITCHES, PricedProgram, on_cluster, program_of
+from .programs import PricedProgram, on_cluster, program_of
 from .step import step
 
 SHORT = {"y": "tp", "t": "tp", "grid.y": "tp", "p": "pp", "grid.pp": "pp", "d": "dp", "grid.dp": "dp", "fsdp": "shards"}
@@ -48,7 +48,7 @@ class ProgramPlan:
 class ProgramPlans:
     """The fastest plans, ascending by seconds, and how many there were.
 
-    fits : those whose bytes are within the limit. refused : plan → why it cannot be priced.
+    fits : those whose bytes are within the limit. refused : of each plan that cannot be priced, why.
     """
 
     program: str
@@ -164,8 +164,7 @@ def _with_grid(sizes: Mapping[str, Any], grid: Mapping[str, int], program: Price
                 for scheme in of("scheme", ("oned-sp",) if modern and grid["tp"] > 1 else ("oned",)):
                     for zero in of("zero", (1,) if modern else (0,)):
                         kind = {"micro_batch": micro, "chunks": v, "recompute": recompute, "scheme": scheme, "zero": zero}
-                        on = {key: value for key, value in program.switches.items() if key in SWITCHES}
-                        yield {**sizes, **grid, **kind, "switches": on}
+                        yield {**sizes, **grid, **kind}
 
 
 def as_text(plans: ProgramPlans, name: str, ranks: int, batch: int) -> Iterator[str]:
