@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -15,7 +16,11 @@ import jobs
 import pytest
 
 from summa3d.cluster import load
+from summa3d.comm.topology import Topology
+from summa3d.dry.record import Op
 from summa3d.errors import ClusterError, ConfigError
+from summa3d.plan.cells import BLOCK
+from summa3d.plan.price import Prices
 from summa3d.plan.programs import judge, rows
 from summa3d.plan.programs.bands import FILE, own_band
 from summa3d.plan.programs.devices import cluster_of, device_of, ports_of
@@ -118,6 +123,30 @@ def test_a_step_costs_what_its_switches_say(tmp_path: Path) -> None:
     compiled = seconds(tmp_path, **shards)
     assert compiled < seconds(tmp_path, **shards, switches={"prefetch": False})
     assert compiled < seconds(tmp_path, **shards, switches={"compile": False})
+
+
+def test_gathers_behind_arithmetic_slow_it_down_by_a_part_of_their_time(tmp_path: Path) -> None:
+    (row,) = read(tmp_path, {"program": "fsdp2", "grid": {"fsdp": 16}, "chunks": 1, "micro_batch": 4})
+    plan, prices = step(row.given), Prices(row.cluster, step(row.given).topology)
+    slowed, free = (replace(plan, contention=part).durations(row.cluster) for part in (0.7, 0.0))
+    for backward, with_it, without in ((False, slowed.forward, free.forward), (True, slowed.backward, free.backward)):
+        moved = sum(prices.seconds(op) for op in plan.behind[BLOCK, backward])
+        assert 0 < moved < without[BLOCK] and with_it[BLOCK] - without[BLOCK] == pytest.approx(0.7 * moved)
+    assert plan.contention == 0.7
+
+
+def test_fused_attention_has_rates_of_its_own_by_pass_keys_and_head_size() -> None:
+    cluster = load("dgx-h100")
+    prices = Prices(cluster, Topology.checked({"y": 1}))
+    op = Op("product", "forward", "", "attention", m=2048, n=2048, k=80, batch=64, dtype="bfloat16")
+
+    def rate(op: Op, width: int) -> float:
+        work = 2 * op.m * op.n * width * op.batch * (op.n + cluster["attention.half"]) / op.n
+        return work / (prices.seconds(op) - cluster["product.launch"] - cluster["layers.launch"]) / cluster.peak("bfloat16")
+
+    assert rate(op, 96) == pytest.approx(cluster["attention.forward"])  # heads of 80 as those of 96
+    assert rate(op._replace(phase="backward", n=8192), 96) == pytest.approx(cluster["attention.backward"])
+    assert rate(op._replace(phase="recompute", k=128), 128) == pytest.approx(cluster["attention.forward"])
 
 
 def test_contexts_split_all_but_the_keys_of_attention(tmp_path: Path) -> None:
