@@ -17,6 +17,7 @@ from summa3d.plan.programs.rows import MeasuredStep, read  # noqa: E402
 from summa3d.plan.programs.step import step  # noqa: E402
 
 ROWS = Path(__file__).parent / "rows"
+FILES = ("nemo", "mosaicml", "published", "dgxc", "others")
 WITHIN, LEFT_OUT_WITHIN = 0.9, 0.97
 """Of the rows, how many lie inside the band that they make; and of those of machines left out, whose programs were not."""
 LEAST = 0.05
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("what", choices=("bands",), help="Make the bands of predictions.")
     parser.add_argument("--write", action="store_true", help=f"Write them to {FILE.name} of the package.")
     args = parser.parse_args()
-    text = "\n".join(as_toml(rows_of("nemo"), rows_of("mosaicml"), rows_of("published"))) + "\n"
+    text = "\n".join(as_toml([row for name in FILES for row in rows_of(name)])) + "\n"
     if args.write:
         FILE.write_text(text, encoding="utf-8")
     print(text, end="")
@@ -52,17 +53,17 @@ def rows_of(name: str) -> list[MeasuredStep]:
     return read(ROWS / f"{name}.json")
 
 
-def as_toml(nemo: Sequence[MeasuredStep], mosaicml: Sequence[MeasuredStep], published: Sequence[MeasuredStep]) -> Iterator[str]:
+def as_toml(rows: Sequence[MeasuredStep]) -> Iterator[str]:
     """The lines of the bands: pooled over machines that were left out, and of each program on a device with rows enough."""
     left_out: dict[tuple[str, str], list[float]] = {}
-    for row in (*nemo, *mosaicml, *(row for row in published if not row.source.startswith(NOT_LEFT_OUT))):
-        left_out.setdefault((row.program, row.device), []).append(off(row, left_out=True))
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        if not row.source.startswith(NOT_LEFT_OUT):
+            left_out.setdefault((row.program, row.device), []).append(off(row, left_out=True))
+        groups.setdefault(row.program, {}).setdefault(row.device, []).append(off(row))
     yield "# Half-widths of bands of predicted seconds, made by `python -m papers bands`: nine in ten rows lie inside."
     yield f"# pooled: of {len(left_out)} programs on machines whose own rows were left out, each of which counts as much."
     yield f"pooled = {half_width(*left_out.values(), within=LEFT_OUT_WITHIN)}"
-    groups: dict[str, dict[str, list[float]]] = {}
-    for row in (*nemo, *mosaicml, *published):
-        groups.setdefault(row.program, {}).setdefault(row.device, []).append(off(row))
     for program, devices in groups.items():
         enough = {device: errors for device, errors in devices.items() if len(errors) >= FEWEST}
         if enough:

@@ -11,7 +11,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .dtypes import DTYPES
+from .dtypes import DTYPES, EIGHT_BITS
 from .errors import ClusterError, nearest
 from .files import from_toml, text_of
 
@@ -246,7 +246,7 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
 
 def _limits(level_names: tuple[str, ...]) -> dict[str, Range]:
     links = {f"{level}.{key}": limit for level in level_names for key, limit in LINKS.items()}
-    return DEVICE | {f"peak.{dtype}": PEAK for dtype in DTYPES} | links
+    return DEVICE | {f"peak.{dtype}": PEAK for dtype in (*DTYPES, EIGHT_BITS)} | links
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -72,8 +72,8 @@ def test_what_is_no_file_of_rows_is_one_line(tmp_path: Path, text: str | None, s
 
 def test_what_is_not_priced_is_said(tmp_path: Path) -> None:
     (row,) = read(tmp_path, {"program": "Shoggoth", "dtype": "fp8", "switches": {"userbuffers": True}, "grid": {"fsdp": 16}})
-    assert row.program == "fsdp2" and len(row.remarks) == 3
-    assert {"program Shoggoth is priced as fsdp2", "switches.userbuffers is not priced"} < set(row.remarks)
+    assert row.program == "fsdp2" and len(row.remarks) == 2
+    assert {"program Shoggoth is priced as fsdp2", "switches.userbuffers is not priced"} == set(row.remarks)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,67 @@ def test_random_steps_obey_physics(tmp_path: Path) -> None:
             ("peak.bfloat16", 1.5),
             ("device.memory_bandwidth", 2.0),
         ):
-            assert plan.seconds(cluster.replaced({key: times * cluster[key]})) <= base * (1 + 1e-9), (changes, key)
-        assert plan.seconds(cluster.replaced({"network.latency": 5 * cluster["network.latency"]})) >= base * (1 - 1e-9), changes
+            assert plan.seconds(cluster.replaced({key: times * cluster[key]}, "assumed")) <= base * (1 + 1e-9), (changes, key)
+        assert plan.seconds(cluster.replaced({"network.latency": 5 * cluster["network.latency"]}, "assumed")) >= base * (
+            1 - 1e-9
+        ), changes
         assert step(more.given).seconds(cluster) >= base, changes
+
+
+def test_products_in_eight_bits_cost_their_own_rate_and_their_casts(tmp_path: Path) -> None:
+    """Only a block's products, at the cluster's peak.float8, each with an operand cast; by how much, follows from the step."""
+    wide = {"model": {**MODEL, "hidden": 8192, "heads": 64, "ffn": 28672}}
+    (half,), (eight,) = (read(tmp_path, {**wide, "dtype": dtype}) for dtype in ("bfloat16", "fp8"))
+    cells = step(eight.given).cells
+    products = [op for way in cells[BLOCK] for op in way if op.kind == "product" and op.name != "attention"]
+    casts = [op for way in cells[BLOCK] for op in way if op.name == "cast"]
+    assert {op.dtype for op in products} == {"float8"} and len(casts) == len(products)
+    assert sum(op.read for op in casts) == sum(2 * op.m * op.k * op.batch for op in products)
+    assert all(op.dtype != "float8" for name, cell in cells.items() if name != BLOCK for way in cell for op in way)
+    ratio = step(half.given).seconds(half.cluster) / step(eight.given).seconds(eight.cluster)
+    assert 1.2 < ratio < eight.cluster["peak.float8"] / eight.cluster["peak.bfloat16"]
+    (ampere,) = read(tmp_path, {"gpu": "A100", "dtype": "fp8"})
+    assert any("no peak.float8" in remark for remark in ampere.remarks) and not ampere.given["eight_bits"]
+
+
+def test_masters_cut_over_a_nodes_replicas_are_gathered_inside_it(tmp_path: Path) -> None:
+    """InternEvo gathers updated parameters after the step: over its `zero_size` neighbours, whose links are a node's."""
+    changes = {
+        "program": "InternEvo",
+        "gpus": 64,
+        "grid": {"dp": 64},
+        "chunks": 1,
+        "micro_batch": 1,
+        "network": "1x100Gb/s",
+        "switches": {"zero": 1},
+    }
+    (over_all,), (in_node,) = (read(tmp_path, {**changes, "switches": {"zero": 1, **more}}) for more in ({}, {"zero_size": 8}))
+    plans = [step(row.given) for row in (over_all, in_node)]
+    gathers = [[op for op in plan.after if op.name == "all_gather"] for plan in plans]
+    assert [[(op.axis, op.words) for op in ops] for ops in gathers] == [
+        [("zero", plans[0].late[0].words)],
+        [("zero", plans[1].late[0].words // 2 * 64 * 7 // (63 * 8))],
+    ]
+    prices = [
+        Prices(row.cluster, plan.topology).seconds(ops[0])
+        for row, plan, ops in zip((over_all, in_node), plans, gathers, strict=True)
+    ]
+    assert prices[1] < 0.5 * prices[0] and bytes_of(in_node.given) > bytes_of(over_all.given)
+
+
+def test_what_a_program_computes_again_it_does_not_keep(tmp_path: Path) -> None:
+    """torchtitan and MaxText compute all element-wise work and some products again: time and bytes lie between none and full."""
+    for program in ("fsdp2", "maxtext"):
+        changes = {"program": program, "grid": {"fsdp": 16}, "chunks": 1, "micro_batch": 4}
+        found = [read(tmp_path, {**changes, "recompute": kind})[0] for kind in ("none", "selective", "full")]
+        times = [step(row.given).seconds(row.cluster) for row in found]
+        sizes = [bytes_of(row.given) for row in found]
+        assert times == sorted(times) and sizes == sorted(sizes, reverse=True) and len({*times}) == len({*sizes}) == 3
+    compiled, eager = (
+        bytes_of(read(tmp_path, {**changes, "program": "fsdp2", "switches": {"compile": on}})[0].given) for on in (True, False)
+    )
+    logits = 4 * 2048 * MODEL["vocabulary"]
+    assert eager - compiled == pytest.approx(1.06 * 4 * logits)
 
 
 def test_states_fall_with_shards_and_activations_with_recomputation(tmp_path: Path) -> None:
@@ -289,6 +347,16 @@ def test_what_a_program_cannot_plan_is_one_line(words: list[str], said: str) -> 
 def test_the_stored_bands_are_those_of_the_rows() -> None:
     ended = subprocess.run([sys.executable, "-m", "papers", "bands"], cwd=ROOT, capture_output=True, text=True)
     assert ended.stdout == FILE.read_text(), ended.stderr
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "near", "spearman"), [("dgxc", 0.07, 0.8), ("others", 0.12, 0.75)])
+def test_rows_of_programs_seen_after_the_fits_are_near(name: str, near: float, spearman: float) -> None:
+    """Ninety rows of NeMo, MaxText and Paxml, and 54 of InternEvo, IBM and torchtitan, the latter with printed gigabytes."""
+    result = judge.judged(rows.read(PUBLISHED / f"{name}.json"))
+    summary = result["summary"]
+    assert result["refused"] == 0 and summary["median"] < near and summary["spearman"] > spearman
+    assert summary["memory"] is None or summary["memory"]["median"] < 0.08
 
 
 @pytest.mark.wide

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 
 from ...dry.record import Op
-from ...dtypes import dtype_of
+from ...dtypes import EIGHT_BITS, dtype_of
 from ..cells import Cell, OpTrace
 
 Edit = Callable[[Cell], Cell]
@@ -119,10 +119,30 @@ def eager(trace: OpTrace) -> Iterable[Op]:
         yield op._replace(read=int(times * op.read), written=int(times * op.written)) if times > 1 else op
 
 
+@of_each_trace
+def in_eight_bits(trace: OpTrace) -> Iterable[Op]:
+    """Products of a block run in 8 bits, for which an operand of each is cast, and is written transposed too."""
+    for op in trace:
+        if op.kind == "product" and op.name != "attention":
+            size = op.m * op.k * op.batch
+            yield Op("elements", op.phase, op.layer, "cast", read=2 * size, written=2 * size)
+            op = op._replace(dtype=EIGHT_BITS)
+        yield op
+
+
 def core_again(cell: Cell) -> Cell:
     """Fused attention is computed again before its backward, in place of keeping its output."""
     core = [op._replace(phase="recompute") for op in cell.forward if op.name == "attention"]
     return cell._replace(backward=(*core, *cell.backward))
+
+
+def all_but_qkv_again(cell: Cell) -> Cell:
+    """JAX's save_qkv_proj: a block keeps its first product, no backward needs its last, and all between is computed again."""
+    products = [op for op in cell.forward if op.kind == "product"]
+    if not any(op.name == "attention" for op in products):
+        return cell
+    again = [*products[1:-1], *(op for op in cell.forward if op.kind == "elements")]
+    return cell._replace(backward=(*(op._replace(phase="recompute") for op in again), *cell.backward))
 
 
 def half_again(cell: Cell) -> Cell:

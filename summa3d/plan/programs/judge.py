@@ -48,7 +48,8 @@ def _line(row: MeasuredStep) -> dict[str, Any]:
     line |= {"utilisation": row.utilisation(row.seconds), "predicted_utilisation": row.utilisation(predicted)}
     tokens = row.given["batch"] * row.given["sequence"] / row.given["gpus"]
     line |= {"tokens_s_gpu": tokens / row.seconds, "predicted_tokens_s_gpu": tokens / predicted}
-    return line | {"memory": row.memory or None, "predicted_memory": memory, "remarks": list(row.remarks)}
+    line |= {"memory": row.memory or None, "predicted_memory": memory, "predicted_allocated": bytes_of(row.given, 0.0)}
+    return line | {"remarks": list(row.remarks)}
 
 
 def summary(rows: Sequence[MeasuredStep], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -59,7 +60,7 @@ def summary(rows: Sequence[MeasuredStep], lines: Sequence[Mapping[str, Any]]) ->
     result["band"] = median(line["band"] for line in lines)
     result["null"] = null_model(rows)
     result |= order([line["utilisation"] for line in lines], [line["predicted_utilisation"] for line in lines])
-    memory = [line["predicted_memory"] / line["memory"] - 1 for line in lines if line["memory"]]
+    memory = [line["predicted_allocated"] / line["memory"] - 1 for line in lines if line["memory"]]
     return result | {"memory": _sizes(memory) | {"n": len(memory)} if memory else None}
 
 

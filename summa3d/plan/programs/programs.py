@@ -13,6 +13,7 @@ from .edits import (
     Edit,
     accumulated,
     accumulated_apart,
+    all_but_qkv_again,
     as_nccl,
     causal,
     core_again,
@@ -38,10 +39,11 @@ SWITCHES = {
     "compile": "element-wise operations beside each other are one kernel",
 }
 """Name of a switch → what holds where it is on."""
-FSDP = {"fused_attention": True, "causal": True, "prefetch": True, "compile": True}
+FSDP = {"fused_attention": True, "causal": True, "prefetch": True, "compile": True, "overlap_gradients": True}
 CONTENTION = 0.7
 """Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
 MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "compile")}
+INTERNEVO = {"fused_attention": True, "causal": True, "fused_accumulation": False, "overlap_gradients": True, "compile": False}
 
 
 class PricedProgram(NamedTuple):
@@ -52,6 +54,7 @@ class PricedProgram(NamedTuple):
     sums : dtype in which shards of weights' gradients are added up. contention : the part of their time for which gathers of
     weights slow down the arithmetic that they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes
     of a parameter beside its master and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum.
+    logits : bytes of a logit beside its 16 bits, of a loss in 32; twice as many where no compiler joins it with its gradient.
     """
 
     about: str
@@ -63,6 +66,7 @@ class PricedProgram(NamedTuple):
     contention: float = 0.0
     newer: bool = False
     kept: int = 6
+    logits: int = 0
 
 
 PROGRAMS = {
@@ -73,6 +77,7 @@ PROGRAMS = {
     "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (causal, strided_attention)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
+    "internevo": PricedProgram("InternEvo", (as_nccl,), INTERNEVO, core_again, "flash2", newer=True, kept=4),
     "nanotron": PricedProgram(
         "Nanotron",
         (as_nccl,),
@@ -84,18 +89,20 @@ PROGRAMS = {
     "fsdp": PricedProgram(
         "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True, 4
     ),
-    "fsdp2": PricedProgram("torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True, 4),
-    "deepspeed-zero": PricedProgram(
-        "DeepSpeed's ZeRO", (as_nccl,), FSDP | {"overlap_gradients": True}, core_again, "flash2", "bfloat16", CONTENTION, True, 4
+    "fsdp2": PricedProgram(
+        "torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True, 4, 4
     ),
+    "maxtext": PricedProgram("MaxText, XLA's FSDP", (as_nccl,), FSDP, all_but_qkv_again, newer=True, kept=4),
+    "deepspeed-zero": PricedProgram("DeepSpeed's ZeRO", (as_nccl,), FSDP, core_again, "flash2", "bfloat16", CONTENTION, True, 4),
 }
 """Name → program."""
 ALIASES = {
-    "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "internevo", "maxtext", "colossal"),
+    "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "colossal"),
     "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "axolotl", "torchtune"),
     "fsdp": ("mosaicml", "llm-foundry", "composer", "mpt"),
     "deepspeed-zero": ("deepspeed", "zero"),
     "nanotron": ("nanotron",),
+    "internevo": ("internlm",),
 }
 """Name of a program → how others begin whose steps are priced as its."""
 

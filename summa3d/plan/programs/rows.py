@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster, load
+from ...dtypes import EIGHT_BITS
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .devices import cluster_of, device_of
@@ -25,11 +26,13 @@ NEEDED = ("program", "model", "gpus", "batch", "sequence")
 MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence", "name", "tied", "tied_head", "top_k")
 SIZES = ("layers", "hidden", "heads", "vocabulary")
 GRID = ("tp", "sp", "pp", "cp", "ep", "fsdp", "dp")
-MORE = ("zero", "attention_dropout", "dropout", "scatter")
+MORE = ("zero", "zero_size", "attention_dropout", "dropout", "scatter")
 """Switches that are not on or off."""
 RECOMPUTE = ("none", "selective", "full")
-DTYPES = {"fp8": 1.4, "float8": 1.4, "mxfp8": 1.4, "fp32": 0.5, "float32": 0.5, "tf32": 0.5}
-"""How a dtype begins → the rate of its products beside those in 16 bits; fp32 is TF32."""
+EIGHT = ("fp8", "float8", "mxfp8")
+"""How dtypes begin whose products of blocks run in 8 bits."""
+SINGLE = ("fp32", "float32", "tf32")
+"""How dtypes begin whose products run as TF32, at half the rate of those in 16 bits."""
 FAMILIES = {"llama": "llama", "mistral": "llama", "qwen": "llama", "gemma": "llama", "gpt": "gpt2", "bert": "bert", "mpt": "gpt2"}
 """How a family's name begins → the family whose block has as many products."""
 
@@ -140,7 +143,8 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
             cluster_of(row["gpu"], row.get("gpus_per_node"), row.get("network"), program.newer),
             device_of(row["gpu"]),
         )
-    cluster = _in_dtype(on_cluster(program, cluster), str(row.get("dtype") or "bfloat16").lower(), remarks)
+    dtype = str(row.get("dtype") or "bfloat16").lower()
+    cluster, eight = _in_dtype(on_cluster(program, cluster), dtype, remarks)
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
@@ -150,6 +154,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         **grid,
         "scheme": "oned-sp" if (row.get("grid") or {}).get("sp") and grid["tp"] > 1 else "oned",
         **{"chunks": row.get("chunks") or 1, "recompute": recompute_of(row.get("recompute") or "none"), "switches": on},
+        "eight_bits": eight,
         "dropout": 0.0,
         "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
     }
@@ -161,7 +166,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
     zero = int(switches.get("zero", 1 if grid["shards"] == 1 else 3))
-    given["zero"] = zero
+    given |= {"zero": zero, "zero_size": switches.get("zero_size")}
     if zero == 3 and given["shards"] == 1:
         given |= {"shards": given["dp"], "dp": 1}
     tokens = row["batch"] * row["sequence"]
@@ -192,13 +197,16 @@ def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
 
 
-def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> Cluster:
-    """The cluster with the rate of products in other dtypes than 16 bits; what is assumed is added to `remarks`."""
-    times = next((times for begin, times in DTYPES.items() if dtype.startswith(begin)), 1.0)
-    if times == 1.0:
-        return cluster
-    remarks.append(f"products in {dtype} are assumed at {times:g} times the rate of those in 16 bits")
-    return cluster.replaced({"product.efficiency": min(1.0, times * cluster["product.efficiency"])}, "assumed")
+def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> tuple[Cluster, bool]:
+    """The cluster with its rate of products in a dtype, and whether they run in 8 bits; what is assumed is added to `remarks`."""
+    if dtype.startswith(SINGLE):
+        remarks.append(f"products in {dtype} are assumed at half the rate of those in 16 bits")
+        return cluster.replaced({"product.efficiency": cluster["product.efficiency"] / 2}, "assumed"), False
+    eight = dtype.startswith(EIGHT)
+    if eight and f"peak.{EIGHT_BITS}" not in cluster.numbers:
+        remarks.append(f"products in {dtype} are priced in 16 bits: {cluster.name} has no peak.{EIGHT_BITS}")
+        return cluster, False
+    return cluster, eight
 
 
 def program_name(row: Mapping[str, Any], model: Mapping[str, Any], given: Mapping[str, Any]) -> str:

@@ -13,11 +13,12 @@ from ...nn.config import ModelConfig
 from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
-from .edits import in_contexts
+from .edits import in_contexts, in_eight_bits
 from .programs import PROGRAMS, edited, edits_of
 
-ORDER = ("y", "cp", "shards", "dp", "pp")
-"""Ranks of a tensor-parallel group are neighbours, then contexts, shards of weights, replicas, stages."""
+ORDER = ("y", "cp", "shards", "zero", "dp", "pp")
+"""Ranks of a tensor-parallel group are neighbours, then contexts, shards of weights, replicas over which masters are cut, others,
+stages."""
 OPTIMIZER_BYTES = 46
 """Bytes of memory that a step passes for each parameter: 16-bit gradient to float32 (2 + 4), unscaled (4 + 4), its norm (4), Adam
 (16 read, 12 written)."""
@@ -32,8 +33,9 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     a part of the parameters. scatter : whether messages of the pipeline travel in parts.
     """
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
+    cut = owners_of(given)
     contexts, shards = given.get("cp", 1), given.get("shards", 1)
-    on = {**PROGRAMS[given["profile"]].switches, **given.get("switches", {})}
+    on = on_of(given)
     stages = stage_layers(given["layers"], pp * chunks, given.get("slots", 0))
     ends = given["vocabulary"] * given["hidden"] // tp
     held = block_parameters(given) * max(stages) * chunks // tp + ends
@@ -50,7 +52,7 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     messages = () if pp == 1 or (on.get("overlap_p2p") and chunks > 1) else _messages(words, tp, given.get("scatter", True))
     return PredictedStep(
         of_cells,
-        Topology.checked({"y": tp, "cp": contexts, "shards": shards, "dp": dp, "pp": pp}, ORDER),
+        Topology.checked({"y": tp, "cp": contexts, "shards": shards, "zero": cut, "dp": dp // cut, "pp": pp}, ORDER),
         "interleaved" if chunks > 1 else "1f1b",
         stages,
         max(1, -(-given["batch"] // (dp * shards * given["micro_batch"]))),
@@ -64,11 +66,17 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     )
 
 
+def on_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The switches of a row: its program's, and what it says itself."""
+    return {**PROGRAMS[given["profile"]].switches, **given.get("switches", {})}
+
+
 def _cells(given: Mapping[str, Any], on: Mapping[str, bool]) -> dict[str, Cell]:
     """The cells as the program runs them."""
     edits = edits_of(PROGRAMS[given["profile"]], on, given.get("recompute", "full"))
     edits += (in_contexts(given.get("cp", 1)),) * (given.get("cp", 1) > 1)
-    return {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
+    found = {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
+    return found | {BLOCK: in_eight_bits(found[BLOCK])} if given.get("eight_bits") else found
 
 
 def setting(given: Mapping[str, Any]) -> Setting:
@@ -151,27 +159,28 @@ def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dic
     return found
 
 
+def owners_of(given: Mapping[str, Any]) -> int:
+    """The replicas over which masters and moments are cut: all, or `zero_size` neighbours, as those of a node."""
+    return min(given.get("zero_size") or given["dp"], given["dp"]) if given.get("zero", 0) else 1
+
+
 def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
     """What runs behind the last backward, what behind the next forward, and what comes after all, of a rank with `held`.
 
-    Of replicas that cp makes too, sums go along both axes.
+    Of replicas that cp makes too, sums go along all their axes.
     """
-    copies = given["dp"] * given.get("cp", 1)
-    axis = "dp" if given.get("cp", 1) == 1 else "cp·dp"
-    words = held * (copies - 1) // copies
-    update = optimizer(-(-held // copies) if given.get("zero", 0) else held)
+    contexts, cut = given.get("cp", 1), owners_of(given)
+    copies, owners = given["dp"] * contexts, cut * contexts if given.get("zero", 0) else 1
+    sums, whole = "·".join(("cp",) * (contexts > 1) + ("zero", "dp")), "·".join(("cp",) * (contexts > 1) + ("zero",))
+    words, late, early = held * (copies - 1) // copies, on.get("overlap_gradients"), on.get("overlap_parameters")
+    update = optimizer(-(-held // owners))
     if copies == 1:
         return (), (), (update,)
-    if not given.get("zero", 0):
-        total = move("all_reduce", axis, 2 * words, HALF, "optimizer")
-        return ((total,), (), (update,)) if on.get("overlap_gradients") else ((), (), (total, update))
-    if "overlap_gradients" not in on and "overlap_parameters" not in on:
-        total = move("all_reduce", axis, 2 * words, HALF, "optimizer")
-        return (), (), (total, update, move("all_gather", axis, words, HALF, "optimizer"))
-    total, whole = (move(kind, axis, words, HALF, "optimizer") for kind in ("reduce_scatter", "all_gather"))
-    late, early = on.get("overlap_gradients"), on.get("overlap_parameters")
-    after = (*(() if late else (total,)), update, *(() if early else (whole,)))
-    return (total,) if late else (), (whole,) if early else (), after
+    scattered = owners == copies and not (late is None and early is None)
+    total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), HALF, "optimizer")
+    gathers = (move("all_gather", whole, held * (owners - 1) // owners, HALF, "optimizer"),) if owners > 1 else ()
+    after = (*(() if late else (total,)), update, *(() if early else gathers))
+    return (total,) if late else (), gathers if early else (), after
 
 
 def optimizer(held: int) -> Op:
