@@ -1,16 +1,19 @@
 """The largest job of Narayanan et al. 2021, dry: a trillion parameters on 3,072 GPUs, its words, bandwidths and checkpoint.
 
-`python bench/ptdp_largest.py` runs the model of 128 layers and hidden size 25,600 dry, on 8 tensor-parallel ranks × 64 stages × 6
+`python -m papers.largest` runs the model of 128 layers and hidden size 25,600 dry, on 8 tensor-parallel ranks × 64 stages × 6
 replicas, with 1 chunk a rank (the released scripts) and 2 (the text), with and without the scatter of the stream. The bytes stand
 beside the bandwidths and the checkpoint that the paper prints. `--json FILE` keeps the numbers.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 import time
 from collections import Counter
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import mpi4py
@@ -18,7 +21,6 @@ import mpi4py
 mpi4py.rc.initialize = False  # a dry run starts no MPI
 
 import torch  # noqa: E402
-from common import conclude, options, save  # noqa: E402
 
 from summa3d.dry.rank_classes import steps  # noqa: E402
 from summa3d.train import config  # noqa: E402
@@ -78,7 +80,9 @@ def measure(changes: list[str]) -> dict[str, Any]:
 
 def main() -> None:
     """Print what each case moves, and what it is a second."""
-    file = options(__doc__).parse_args().json
+    parser = argparse.ArgumentParser(prog="python -m papers.largest", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
+    file = parser.parse_args().json
     torch.set_num_threads(1)
     rows = {name: measure(changes) for name, changes in CASES.items()}
     print(f"{'':<14}{'CPU s':>7}{'GiB a rank':>12}" + "".join(f"{'words on ' + axis:>20}{'TB in all':>11}" for axis in AXES))
@@ -100,8 +104,10 @@ def main() -> None:
         ),
         f"a checkpoint is within {CLOSE:.0%} of {CHECKPOINT} TB": abs(stored / CHECKPOINT - 1) <= CLOSE,
     }
-    conclude(claims.items())
-    save({"kind": "ptdp_largest", "seconds": SECONDS, "rows": rows}, file)
+    for claim, holds in claims.items():
+        print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
+    if file:
+        file.write_text(json.dumps({"kind": "ptdp_largest", "seconds": SECONDS, "rows": rows}, indent=1) + "\n", encoding="utf-8")
     sys.exit(not all(claims.values()))
 
 
