@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..comm.device.arrays import Array, contiguous, copy_into, empty
-from ..comm.grid import BaseGrid
+from ..comm.device.arrays import Array, contiguous, copy_into, dtype_name, empty
+from ..comm.grid import BaseGrid, agree_on_call
 from ..errors import ShapeError
 from .layout import Layout, Sharding
 
@@ -26,16 +26,21 @@ def collect(block: Array, grid: BaseGrid, layout: Layout | str, shape: Sequence[
     """The global array of `shape` from its blocks, on every rank.
 
     Each block travels once, from the rank that owns it (index 0 on the axes that only copy it). Moves, per rank, the words
-    it does not own; needs the global array once more as workspace. Raises ShapeError where `block` is not this rank's block.
+    it does not own; needs the global array once more as workspace. Raises ShapeError where `block` is not this rank's block,
+    and AgreementError on all ranks where that is so on some, at the first call of a kind.
     """
-    layout = Layout.of(layout)
+    layout, problem = Layout.of(layout), None
     sharding = Sharding(layout, tuple(shape))
     expected = sharding.local_shape(grid)
     if tuple(block.shape) != expected:
-        raise ShapeError(
+        problem = (
             f"Rank {grid.rank} holds a block of shape {tuple(block.shape)}; "
             f"{layout} of {tuple(shape)} on {grid} gives {expected}."
         )
+    facts = {"shape": tuple(shape), "dtype": dtype_name(block), "layout": str(layout)}
+    agree_on_call(grid, "collect", facts if problem is None or grid.job.check else {}, problem=problem)
+    if problem is not None:
+        raise ShapeError(problem)
     owners = {
         grid.rank_of(coordinates): slices
         for coordinates, slices in layout.blocks(shape, grid.shape)

@@ -113,6 +113,7 @@ def tampered(chance: random.Random, rank: int, size: int) -> Scene:
     def way(grid: Any, number: int) -> None:
         from summa3d import DistMatrix
         from summa3d.layout.cyclic import ownership
+        from summa3d.layout.distribute import distribute
 
         whole = np.arange(144.0).reshape(12, 12) % 2
         a, b = (DistMatrix.from_global(whole, grid, "m:x k:y") for _ in range(2))
@@ -124,8 +125,9 @@ def tampered(chance: random.Random, rank: int, size: int) -> Scene:
             "redistribute": (lambda: a.redistribute("m:y k:x").to_global(), whole),
             "product": (lambda: (a @ b).to_global(), whole @ whole),
             "norm": (lambda: np.array(a.norm("max")), np.array(1.0)),
-            "sum": (lambda: (a + b).to_global(), whole + whole),
-            "scaled": (lambda: (a * 2).to_global(), whole * 2),
+            # local: others go on where a rank refuses
+            "sum": (lambda: (a + b).block, distribute(whole + whole, grid, "m:x k:y")),
+            "scaled": (lambda: (a * 2).block, distribute(whole * 2, grid, "m:x k:y")),
         }
         call, right = uses[use]
         found = call()

@@ -104,3 +104,13 @@ def test_a_block_that_was_replaced_by_no_block_of_this_matrix_is_refused(comm, b
         a.block = np.full((3, 3), b"ab")
         with pytest.raises(ShapeError, match=r"A factor is one of numbers; the block's dtype is \|S2"):
             2 * a
+
+
+@pytest.mark.mpi(sizes=(3, 6))
+def test_ranks_whose_blocks_still_fit_hear_of_those_whose_do_not(comm):
+    """Of thirteen columns over y the first rank has one more: it refuses, where the others would wait for it."""
+    with Grid(comm, {"x": comm.size // 3, "y": 3}) as grid:
+        a = DistMatrix.from_global(np.arange(144.0).reshape(12, 12), grid, "m:x k:y")
+        a.shape = (12, 13)
+        with pytest.raises(AgreementError, match=r"gives \(\d+, 5\)"):
+            a.to_global()
