@@ -19,7 +19,7 @@ from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
 from ..cells import BLOCK
 from .bounds import Bounds
-from .cells import PASSES, matrices
+from .cells import PASSES
 from .memory import Memory, memory
 from .plans import FAMILIES, MemoryOption, Plan, PlanTable, Space, columns, less, refused, tiles
 from .timing import Times
@@ -306,7 +306,7 @@ def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, object]:
 def flops_of(space: Space, recomputed: bool = False) -> float:
     """Operations of a step: the model's, as MFU counts them, or with what `full` recomputes, as HFU does."""
     model = space.model
-    weights = sum(rows * columns for rows, columns in matrices(model))
+    weights = sum(rows * columns for rows, columns in model.matrices)
     block = (8 if recomputed else 6) * model.sequence * weights + (16 if recomputed else 12) * model.sequence**2 * model.hidden
     return float(space.batch * (model.layers * block + 6 * model.sequence * model.hidden * model.vocabulary))
 
