@@ -29,8 +29,8 @@ Tell = Callable[[int, int, int], None]
 EVERY = 0.5
 """Seconds between two reports."""
 TILE = ("tile", "grid.tile")
-SIMULATED = 24
-"""Plans beyond those kept whose pipelines are simulated: the closed form, by which all are sorted, is up to 4 % off."""
+NEAR = 1.04
+"""Plans whose closed form is within so much of the last one that is kept are simulated as well: it is up to 4 % off."""
 AHEAD = 63
 """Entries of the heap that are looked at for cells to trace: the first levels, where the next ones are."""
 
@@ -97,6 +97,7 @@ class PlanSearch:
     _waiting: list[PlanCandidate] = field(default_factory=list)
     _schemes: list[PlanTable] = field(default_factory=list)
     _failed: list[dict[MemoryOption, Any]] = field(default_factory=list)
+    _known: dict[Plan, float] = field(default_factory=dict)
     _bounds: Bounds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -243,7 +244,8 @@ class PlanSearch:
 
     def _found(self) -> Found:
         done = sorted(self.done, key=lambda one: (one[0], str(one[1])))
-        nearest = sorted(done[: self.top + SIMULATED], key=lambda one: (self._simulated(one[1]), str(one[1])))
+        nearest = [one for one in done[: 2 * self.top] if one[0] <= NEAR * done[: self.top][-1][0]]
+        nearest = sorted(nearest, key=lambda one: (self._simulated(one[1]), str(one[1])))
         chosen = {plan: held for _, plan, held in nearest[: self.top]}
         for family in FAMILIES:
             chosen |= {plan: held for _, plan, held in [one for one in done if one[1].family == family][:1]}
@@ -261,8 +263,10 @@ class PlanSearch:
         return Priced(plan, seconds, held, terms(plan, self.times, seconds - after))
 
     def _simulated(self, plan: Plan) -> float:
-        step = self.times.step(plan)
-        return step.pipeline(self.times.cluster) + step.parts.after
+        if plan not in self._known:
+            step = self.times.step(plan)
+            self._known[plan] = step.pipeline(self.times.cluster) + step.parts.after
+        return self._known[plan]
 
 
 def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float, Plan, Memory]]:
