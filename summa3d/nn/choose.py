@@ -97,16 +97,9 @@ def ranked(
 
 def _words(layouts: Scheme, config: ModelConfig, batch: int, regather: bool) -> int:
     """The words that the first rank receives in the products of a micro-batch, forward and backward."""
-    rows, h, f = batch * config.sequence, config.hidden, config.ffn_dim
-    stream, inner = layouts.residual, layouts.after_linear(layouts.residual)
-    kv, gates = 2 * config.num_kv_heads * h // config.heads, 2 if config.architecture.activation == "swiglu" else 1
-    block = [
-        layouts.plan(stream, "nn", rows, h + kv, h),
-        layouts.plan(inner, "nn", rows, h, h),
-        layouts.plan(stream, "nn", rows, gates * f, h),
-        layouts.plan(inner, layouts.down_form, rows, h, f),
-    ]
-    head = [] if config.family == "vit" else [layouts.plan(stream, "nt", rows, config.vocabulary, h)]
+    rows, stream = batch * config.sequence, layouts.residual
+    block = layouts.block(config, rows)
+    head = [] if config.family == "vit" else [layouts.plan(stream, "nt", rows, config.vocabulary, config.hidden)]
     shape, first = layouts.shape, dict.fromkeys(layouts.shape, 0)
     return sum(
         times * volume.words_of(first)

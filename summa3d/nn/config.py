@@ -159,6 +159,13 @@ class ModelConfig:
         return self.heads if self.kv_heads is None else self.kv_heads
 
     @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(rows, columns) of the weights of a block, in the order of its products."""
+        h, f, kv = self.hidden, self.ffn_dim, 2 * self.num_kv_heads * self.hidden // self.heads
+        gates = 2 if self.architecture.activation == "swiglu" else 1
+        return (h, h + kv), (h, h), (h, gates * f), (f, h)
+
+    @property
     def eps(self) -> float:
         """The number that norms add to the variance."""
         return self.architecture.norm_eps if self.norm_eps is None else self.norm_eps

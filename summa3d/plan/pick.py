@@ -11,9 +11,11 @@ from ..cluster import Cluster, here_file, load
 from ..comm.topology import describe
 from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, SchemeChoice, ranked
+from ..nn.schemes.products import family_of
+from ..nn.schemes.registry import SCHEME_SPECS
 from ..parallel.schedule import is_split
 from .search.cells import Cells, StageGrid
-from .search.plans import Plan, family_of, repeats
+from .search.plans import Plan
 from .search.store import Store
 from .search.timing import Times
 
@@ -88,7 +90,7 @@ def pick(
 def shortened(found: Sequence[SchemeChoice]) -> list[SchemeChoice]:
     """PRICED choices in the order of their words: the first of each family, then others; each program once."""
     ordered = sorted(found, key=lambda one: one.words)
-    ordered = [one for one in ordered if not repeats(one.scheme, {"x": 1, "y": 1, "z": 1, **one.grid})] or ordered
+    ordered = [one for one in ordered if not SCHEME_SPECS[one.scheme].repeats({"x": 1, "y": 1, "z": 1, **one.grid})] or ordered
     first = {family_of(one.scheme, {"z": 1, **one.grid}): one for one in reversed(ordered)}.values()
     others = [one for one in ordered if one not in first]
     kept = [*first, *others[: PRICED - len(first)]]

@@ -12,8 +12,9 @@ from summa3d.bench.fitted import Measured, MeasuredTime, described, fit
 from summa3d.cluster import load
 from summa3d.errors import ClusterError, GridError
 from summa3d.nn.choose import choose, ranked
+from summa3d.nn.schemes.products import family_of
 from summa3d.plan.pick import PRICED, Exact, cluster_for, pick, plan_of, shortened
-from summa3d.plan.search.plans import FAMILIES, family_of
+from summa3d.plan.search.plans import FAMILIES
 from summa3d.plan.search.timing import Times
 from summa3d.train import config as configuration
 from summa3d.train.config import SCHEMES

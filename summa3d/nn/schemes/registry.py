@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...gemm.algorithms.agarwal import AgarwalPlan
@@ -14,6 +14,8 @@ from ...gemm.algorithms.tesseract import TesseractPlan
 from ...layout.layout import Layout
 
 Grids = Callable[[int], list[dict[str, int]]]
+SERIAL = "serial"
+"""The scheme of one rank alone."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class SchemeSpec:
         "root-only": on index 0 alone of the axis that splits rows. "diagonal": split by the rows' coarse axis as well, on
         the ranks whose index on the rows' fine axis equals their index on the columns' axis.
     limits : why only single layers run on it, not whole models; empty where whole models run
+    repeats : maps a grid of all its axes to whether a simpler scheme is the same program on it
     """
 
     name: str
@@ -43,6 +46,7 @@ class SchemeSpec:
     transposed_down: bool = False
     vectors: tuple[str, ...] = ("copied",)
     limits: str = ""
+    repeats: Callable[[Mapping[str, int]], bool] = lambda shape: False
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -103,6 +107,11 @@ def agarwal(layout: Layout, form: str, m: int, n: int, k: int) -> AgarwalPlan:
     return AgarwalPlan(form, m, n, k, x, y, z)
 
 
+def _lines(shape: Mapping[str, int]) -> int:
+    """How many axes have more than one rank."""
+    return sum(size > 1 for size in shape.values())
+
+
 def _one_rank(ranks: int) -> list[dict[str, int]]:
     return [{"x": 1, "y": 1, "z": 1}] if ranks == 1 else []
 
@@ -114,10 +123,26 @@ def _one_line(ranks: int) -> list[dict[str, int]]:
 SCHEME_SPECS: dict[str, SchemeSpec] = {
     kind.name: kind
     for kind in (
-        SchemeSpec("serial", "one rank", Layout("b:(x,y) s h:z"), cuboid, _one_rank),
+        SchemeSpec(SERIAL, "one rank", Layout("b:(x,y) s h:z"), cuboid, _one_rank),
         SchemeSpec("oned", "1-D", Layout("b s h"), oned, OnedColumnPlan.grids),
-        SchemeSpec("oned-sp", "sequence-parallel 1-D", Layout("b:x s:y h:z"), cuboid, _one_line, sequence_first=True),
-        SchemeSpec("summa", "2-D", Layout("b:x s h:y"), summa, SummaPlan.grids, vectors=("copied", "root-only")),
+        SchemeSpec(
+            "oned-sp",
+            "sequence-parallel 1-D",
+            Layout("b:x s:y h:z"),
+            cuboid,
+            _one_line,
+            sequence_first=True,
+            repeats=lambda shape: shape["y"] == 1,
+        ),
+        SchemeSpec(
+            "summa",
+            "2-D",
+            Layout("b:x s h:y"),
+            summa,
+            SummaPlan.grids,
+            vectors=("copied", "root-only"),
+            repeats=lambda shape: _lines(shape) < 2,
+        ),
         SchemeSpec(
             "summa-transposed",
             "2-D, down projection stored transposed",
@@ -126,13 +151,33 @@ SCHEME_SPECS: dict[str, SchemeSpec] = {
             SummaPlan.grids,
             transposed_down=True,
             vectors=("copied", "root-only"),
-        ),
-        SchemeSpec("tesseract", "2.5-D", Layout("b:(d,x) s h:y"), tesseract, TesseractPlan.grids),
-        SchemeSpec(
-            "cuboid", "batch-fine cuboid", Layout("b:(x,y) s h:z"), cuboid, CuboidPlan.grids, vectors=("copied", "diagonal")
+            repeats=lambda shape: _lines(shape) < 2,
         ),
         SchemeSpec(
-            "cuboid-sequence", "sequence-fine cuboid", Layout("b:x s:y h:z"), cuboid, CuboidPlan.grids, sequence_first=True
+            "tesseract",
+            "2.5-D",
+            Layout("b:(d,x) s h:y"),
+            tesseract,
+            TesseractPlan.grids,
+            repeats=lambda shape: 1 in (shape["x"], shape["d"]),
+        ),
+        SchemeSpec(
+            "cuboid",
+            "batch-fine cuboid",
+            Layout("b:(x,y) s h:z"),
+            cuboid,
+            CuboidPlan.grids,
+            vectors=("copied", "diagonal"),
+            repeats=lambda shape: _lines(shape) == 0,
+        ),
+        SchemeSpec(
+            "cuboid-sequence",
+            "sequence-fine cuboid",
+            Layout("b:x s:y h:z"),
+            cuboid,
+            CuboidPlan.grids,
+            sequence_first=True,
+            repeats=lambda shape: shape["y"] == 1 or _lines(shape) == 1,  # the cuboid, and oned-sp
         ),
         SchemeSpec(
             "agarwal",

@@ -102,6 +102,13 @@ class Scheme:
                 f"{self.residual}."
             ) from error
 
+    def block(self, config: ModelConfig, rows: int) -> list[ProductPlan]:
+        """The plans of the products of a block's weights, in order, for activations of `rows` rows."""
+        stream, forms = self.residual, ("nn", "nn", "nn", self.down_form)
+        layouts = (stream, self.after_linear(stream)) * 2
+        sizes = zip(layouts, forms, config.matrices, strict=True)
+        return [self.plan(layout, form, rows, n, k) for layout, form, (k, n) in sizes]
+
     def after_linear(self, layout: Layout) -> Layout:
         """The layout of a linear layer's output for an input in `layout`."""
         c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout

@@ -12,21 +12,20 @@ import numpy as np
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
+from ...nn.schemes.products import OPERANDS, B, Numeric, alone
+from ...nn.schemes.registry import SERIAL
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices, move
-from .cells import PASSES, Cells, StageGrid, matrices
+from .cells import PASSES, Cells, StageGrid
 from .memory import in_pipe, kept_per_element, summed
 from .plans import MemoryOption, Plan, PlanTable
 from .timing import CELLS, Times
 
 MARGIN = 0.95
 """Of what one rank alone does element by element, and saves, that no scheme does without: some fuse or leave out a copy."""
-AXES = ("x", "y", "z", "d")
 MANY = 2**30
 """Words of a message whose time is all volume."""
-Numeric = Any
-"""A number, or a column of them."""
 
 
 class Moved(NamedTuple):
@@ -42,32 +41,29 @@ class Moved(NamedTuple):
     waited: bool = False
 
 
-def moved(inner: StageGrid, sizes: Mapping[str, Numeric], tokens: Numeric) -> Iterator[Moved]:
-    """What a rank receives along the axes of a stage, without what may hide behind arithmetic."""
-    x, y, z, d = (sizes[axis] for axis in AXES)
-    ranks, size = x * y * z * d, dtype_of(inner.dtype).nbytes
+def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric) -> Iterator[Moved]:
+    """What a rank receives along the axes of a stage, without what may hide behind arithmetic.
+
+    Operands that are gathered whole are kept for the gradients, unless backward gathers them again, and what is gathered of C's
+    gradient is of both products; a sum of A's gradient may run behind the product of B's. Panels move for each product.
+    """
+    size = dtype_of(inner.dtype).nbytes
     wide = 4 if inner.dtype in HALVES else size  # of sums that are wider than what they sum
-    passes = 2 if inner.recompute == "full" else 1  # of forward
-    if inner.scheme == "oned":
-        many = 2 * passes  # those of backward run behind a product
-        yield Moved("y", "all_reduce", many * 2 * (ranks - 1) / ranks * tokens * inner.model.hidden * wide, many, True)
-        return
-    again, panels = int(inner.regather or inner.replicas > 1), np.maximum(x, y)
-    for place, (k, n) in enumerate(matrices(inner.model)):
-        if inner.gathers:
-            of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
-            rows = (of_a, passes + inner.regather, tokens * k), (of_c, passes + 1, tokens * n), ("x", passes + 1 + again, k * n)
-            for axis, times, part in rows:
-                yield Moved(axis, "all_gather", times * (sizes[axis] - 1) * part / ranks * size, times)
-            continue
-        stored = place == 3 and inner.scheme == "summa-transposed"
-        sums = passes if stored else 1  # of products along y: of forward where the weight is stored transposed
-        of_y, of_x = (y - 1) * tokens * (n if stored else k) / ranks, (x - 1) * k * n / (x * y)
-        yield Moved("y", "broadcast", (passes + 2 - sums) * of_y * size, (passes + 2 - sums) * panels, True)
-        yield Moved("y", "reduce", sums * of_y * wide, sums * panels, True)
-        yield Moved("x", "broadcast", (passes + 1) * of_x * size, (passes + 1) * panels, True)
-        yield Moved("x", "reduce", of_x * wide, panels, True)
-        yield Moved("d", "all_reduce", 2 * (d - 1) / d * k * n / (x * y) * wide, 1, True)
+    forwards, again = 2 if inner.recompute == "full" else 1, int(inner.regather or inner.replicas > 1)
+    for one in inner.products:
+        whole, panels = not one.panels, one.count(grid)
+        gathers = (forwards + inner.regather, forwards + again, 1) if whole else (forwards + 1, forwards + 1, 2)
+        sums, name = (int(not whole), 1, forwards), "all_gather" if whole else "broadcast"
+        for operand in OPERANDS:
+            for axis, words in one.gathered(operand, grid, tokens):
+                yield Moved(axis, name, gathers[operand] * words * size, gathers[operand] * panels, not whole)
+            for axis, kept, words in one.summed(operand, grid, tokens) if sums[operand] else ():
+                if kept:
+                    yield Moved(axis, "all_reduce", sums[operand] * words * wide, sums[operand], True)
+                elif whole:
+                    yield Moved(axis, name, sums[operand] * words * size, sums[operand])
+                else:
+                    yield Moved(axis, "reduce", sums[operand] * words * wide, sums[operand] * panels, True)
 
 
 class Kept(NamedTuple):
@@ -77,31 +73,29 @@ class Kept(NamedTuple):
     weights: Numeric
 
 
-def kept(inner: StageGrid, sizes: Mapping[str, Numeric], tokens: Numeric, alone: Sequence[Kept]) -> tuple[Numeric, Numeric]:
+def kept(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, alone: Sequence[Kept]) -> tuple[Numeric, Numeric]:
     """Bytes of a block that a rank keeps of a micro-batch at least: from F to B or X; and then to W, where backward is split.
 
     alone : those of one rank alone. A rank has its share of them; copies of weights among them are those that it gathers.
 
-    Beside it, copies of the stream are whole around the products and norms of `oned`; products keep the operands that they
+    Beside it, a stream of which ranks hold copies is whole around products and norms; products keep the operands that they
     gathered unless backward gathers or computes them again, and what X has gathered for gradients of weights waits for W, but for
-    a stream that one rank computes again, and not every grid. SUMMA computes these in X, and owes nothing.
+    a stream that one rank computes again, and not every grid. Products in panels compute these in X, and owe nothing.
     """
-    ranks = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"]
-    share, part = dtype_of(inner.dtype).nbytes / ranks, [one.bytes / ranks for one in alone]
-    if inner.scheme == "oned":
-        copies = (sizes["y"] - 1) * tokens * inner.model.hidden * share
-        return part[0] + (1 if inner.recompute == "full" else 4) * copies, part[1] + 4 * copies
+    ranks, size, stream = prod(grid.values()), dtype_of(inner.dtype).nbytes, tokens * inner.model.hidden
+    full, part = inner.recompute == "full", [one.bytes / ranks for one in alone]
+    copies = (1 / prod(grid[axis] for axis in inner.split_stream) - 1 / ranks) * stream * size
+    saved, owed = part[0] + (1 if full else 4) * copies, part[1] * (not inner.products[0].panels) + 4 * copies
     if not inner.gathers or inner.regather:
-        return part[0], part[1] * inner.gathers
-    operands = gradients = weights = 0.0
-    for place, (k, n) in enumerate(matrices(inner.model)):
-        of_a, of_c = ("y", "z") if place % 2 == 0 else ("z", "y")
-        operands, gradients = operands + (sizes[of_a] - 1) * tokens * k, gradients + (sizes[of_c] - 1) * tokens * n
-        weights = weights + (sizes["x"] > 1) * sizes["x"] * (inner.replicas == 1) * k * n
-    if inner.recompute == "full":
-        return part[0], part[1] + (operands + gradients - tokens * inner.model.hidden) * share
-    weights = np.maximum(0.0, weights * share - alone[0].weights / ranks)
-    return part[0] + operands * share + weights, part[1] + (operands + gradients) * share
+        return saved, owed
+    operands, weights, gradients = (
+        sum(words for one in inner.products for _, words in one.gathered(operand, grid, tokens)) * size for operand in OPERANDS
+    )
+    if full:
+        return saved, owed + operands + gradients - stream * size / ranks
+    own = sum(one.words(B, grid, tokens) * size * (words > 0) for one in inner.products for _, words in one.gathered(B, grid, 1))
+    weights = np.maximum(0.0, (weights + own) * (inner.replicas == 1) - alone[0].weights / ranks)
+    return saved + operands + weights, owed + operands + gradients
 
 
 def _together(every: Iterable[Moved]) -> list[Moved]:
@@ -112,30 +106,6 @@ def _together(every: Iterable[Moved]) -> list[Moved]:
         before = found.get(key, one._replace(size=0.0, many=0))
         found[key] = one._replace(size=one.size + before.size, many=one.many + before.many)
     return list(found.values())
-
-
-class Products(NamedTuple):
-    """Products of a rank in a block: how many, their sizes, and bytes of an element of what they write."""
-
-    many: Numeric
-    m: Numeric
-    n: Numeric
-    k: Numeric
-    written: int
-
-
-def products(inner: StageGrid, sizes: Mapping[str, Numeric], tokens: Numeric) -> Iterator[Products]:
-    """The products with the weights of a block; those of gradients have the same sizes in other places."""
-    x, y, z, d = (sizes[axis] for axis in AXES)
-    size, passes = dtype_of(inner.dtype).nbytes, 4 if inner.recompute == "full" else 3
-    for place, (k, n) in enumerate(matrices(inner.model)):
-        if inner.scheme == "oned" or inner.gathers:
-            of_k, of_n = (z, y) if place % 2 == 0 else (y, z)
-            yield Products(passes, tokens / x, n / of_n, k / of_k, size)
-        else:
-            panels = np.maximum(x, y)
-            of_k, of_n = (y, panels) if place == 3 and inner.scheme == "summa-transposed" else (panels, y)
-            yield Products(passes * panels, tokens / (x * d), n / of_n, k / of_k, size)
 
 
 class SingleRankWork(NamedTuple):
@@ -169,7 +139,7 @@ class Bounds:
         kinds, place = np.unique(dp, return_inverse=True)
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
         sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at], rows.ranks[at]
-        layer = inner.block_elements * sizes["d"] / ranks  # copies along d have the same weights
+        layer = sum(one.words(B, sizes, size) for one in inner.products)
         alone = [self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
         saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
         sums = ((dp > 1) & (zero == 2)) * MARGIN
@@ -222,10 +192,9 @@ class Bounds:
         """Seconds that the plan takes at least with each of these placements, whose links are known."""
         key = plan.inner, plan.units
         if key not in self._work:
-            sizes = {axis: plan.inner.shape.get(axis, 1) for axis in AXES}
-            ranks = plan.inner.ranks * plan.dp * plan.pp
-            computed = self._computed(plan.inner, sizes, plan.rows, plan.inner.replicas, ranks)
-            self._work[key] = *computed, _together(moved(plan.inner, sizes, plan.rows * plan.inner.model.sequence))
+            shape, ranks = plan.inner.shape, plan.inner.ranks * plan.dp * plan.pp
+            computed = self._computed(plan.inner, shape, plan.rows, plan.inner.replicas, ranks)
+            self._work[key] = *computed, _together(moved(plan.inner, shape, plan.rows * plan.inner.model.sequence))
         parts, elements, _ = self._work[key]
         around = plan.pp, plan.micro_batches
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
@@ -253,7 +222,7 @@ class Bounds:
 
         shards : of the weights of a rank of the grid, over replicas. ranks : all.
         """
-        inside, crowding = sizes["x"] * sizes["y"] * sizes["z"] * sizes["d"], self.cluster.crowding(ranks)
+        inside, crowding = prod(sizes.values()), self.cluster.crowding(ranks)
         found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
         wider = master_dtype(inner.dtype)  # which hosts multiply 16-bit operands in
         peak = max(self.cluster.peak(one) for one in {inner.dtype, wider} if f"peak.{one}" in self.cluster.numbers)
@@ -266,10 +235,10 @@ class Bounds:
             for many, volume in cubes:
                 share = volume * rows / inside
                 found[cell] = found[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
-        elements = found[BLOCK]
-        for many, m, n, k, written in products(inner, sizes, rows * inner.model.sequence):
-            side = np.minimum(np.minimum(m, n), k)
-            moving = (size * (m * k + k * n) + written * m * n) * byte
+        elements, passes = found[BLOCK], 4 if inner.recompute == "full" else 3
+        for one in inner.products:  # those of gradients have the same sizes in other places
+            (m, n, k), many = one.local(sizes, rows * inner.model.sequence), passes * one.count(sizes)
+            side, moving = np.minimum(np.minimum(m, n), k), size * (m * k + k * n + m * n) * byte
             found[BLOCK] = found[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
         return found, elements
 
@@ -297,8 +266,8 @@ class Bounds:
 
     def _cells(self, inner: StageGrid, replicas: int = 1) -> Cells:
         """The cells that one rank alone would run, whose units are rows; replicas share their weights."""
-        axes = tuple({"x": 1, "y": 1, "z": 1}.items())
-        cells, _ = self.times.store.cells(replace(inner, scheme="oned", axes=axes, regather=False, unit=1, replicas=replicas), 1)
+        one = replace(inner, scheme=SERIAL, axes=tuple(alone(SERIAL).sizes), regather=False, unit=1, replicas=replicas)
+        cells, _ = self.times.store.cells(one, 1)
         return cells
 
     # -- communication
@@ -342,26 +311,27 @@ class Bounds:
         if len(levels) < 2 or self.cluster["host.slots"]:
             return 0.0, 0.0
         hop, launch = min(level.latency for level in levels), self.cluster["collectives.launch"]
-        volumes, streams, waited = (dict.fromkeys(AXES, 0.0 * sizes["x"]) for _ in range(3))
-        for axis, name, size, many, alone in every:
+        nothing = 0.0 * next(iter(sizes.values()))
+        volumes, streams, waited = (dict.fromkeys(sizes, nothing) for _ in range(3))
+        for axis, name, size, many, is_waited in every:
             volumes[axis] = volumes[axis] + size
             hops = (launch + hop * (sizes[axis] - 1) * (name != "all_reduce")) * (size > 0) * many
-            (waited if alone else streams)[axis] = (waited if alone else streams)[axis] + hops
+            (waited if is_waited else streams)[axis] = (waited if is_waited else streams)[axis] + hops
         node, port = levels[-2].size, levels[-1]
         fastest = min(1 / level.bandwidth for level in levels) * sum(volumes.values())
         least: Numeric = np.inf
-        active = {axis: volume > 0 for axis, volume in volumes.items()}
-        for inside in product((False, True), repeat=len(AXES)):
-            kept = {axis: active[axis] & one for axis, one in zip(AXES, inside, strict=True)}
-            fits = np.all([active[axis] for axis, one in zip(AXES, inside, strict=True) if one] or [active["x"] | True], axis=0)
-            share = node / prod(np.where(kept[axis], sizes[axis], 1) for axis in AXES)
-            out = [np.where(active[axis] & ~kept[axis], volumes[axis], 0.0) for axis in AXES]
+        active = {axis: np.greater(volume, 0) for axis, volume in volumes.items()}
+        for inside in product((False, True), repeat=len(sizes)):
+            kept = {axis: active[axis] & one for axis, one in zip(sizes, inside, strict=True)}
+            fits = np.all([active[axis] | (not one) for axis, one in zip(sizes, inside, strict=True)], axis=0)
+            share = node / prod(np.where(one, sizes[axis], 1) for axis, one in kept.items())
+            out = [np.where(active[axis] & ~one, volumes[axis], 0.0) for axis, one in kept.items()]
             many = np.maximum(1, sum(one > 0 for one in out))
             mean = many * (prod(np.where(one > 0, one, 1.0) for one in out) / share) ** (1 / many) * (sum(out) > 0)
             taken = np.maximum(mean, sum(out) / node) * node / (port.ports * port.bandwidth)
             least = np.minimum(least, np.where(fits & (share >= 1), taken, np.inf))
         fixed = sum(waited.values())
-        return np.maximum(fastest, least) + fixed, np.maximum.reduce([streams[axis] + waited[axis] for axis in AXES])
+        return np.maximum(fastest, least) + fixed, np.max([streams[axis] + waited[axis] for axis in sizes], axis=0)
 
 
 def _forward(inner: StageGrid, parts: Mapping[str, Numeric], elements: Numeric) -> Numeric | None:

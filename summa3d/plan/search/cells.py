@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ...dry.record import ENTER, LEAVE, Op
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
+from ...nn.schemes.products import LaidOutProduct, alone, products_of
 from ...train import toml
 from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig, numbers_of
 from ..cells import BLOCK, largest, with_messages
@@ -61,10 +62,20 @@ class StageGrid:
         """Axis → size of the inner grid."""
         return dict(self.axes)
 
+    @cached_property
+    def products(self) -> tuple[LaidOutProduct, ...]:
+        """The products of a block with its weights, in order."""
+        return products_of(self.scheme, self.model)
+
     @property
     def gathers(self) -> bool:
         """Whether its products gather their operands whole, so that backward may gather them again."""
-        return self.scheme.startswith(("cuboid", "oned-sp"))
+        return self.products[0].gathers
+
+    @property
+    def split_stream(self) -> frozenset[str]:
+        """The axes that split the residual stream; ranks along others hold copies of it."""
+        return alone(self.scheme).residual.axes
 
     @cached_property
     def ranks(self) -> int:
@@ -74,7 +85,7 @@ class StageGrid:
     @cached_property
     def block_elements(self) -> int:
         """Elements of the weights of a block."""
-        return sum(rows * columns for rows, columns in matrices(self.model))
+        return sum(rows * columns for rows, columns in self.model.matrices)
 
     def config(self, units: int) -> Config:
         """The configuration of a step of a model of one block, with micro-batches of `units` units."""
@@ -94,13 +105,6 @@ class StageGrid:
     def key(self, single: bool) -> dict[str, Any]:
         """All that a trace depends on, as JSON: of one unit (`single`), or of the line through two sizes."""
         return {**asdict(self), "model": asdict(replace(self.model, layers=1)), "axes": self.shape, "single": single}
-
-
-def matrices(model: ModelConfig) -> tuple[tuple[int, int], ...]:
-    """(rows, columns) of the weights of a block, in the order of its products."""
-    h, f, kv = model.hidden, model.ffn_dim, 2 * model.num_kv_heads * model.hidden // model.heads
-    gates = 2 if model.architecture.activation == "swiglu" else 1
-    return (h, h + kv), (h, h), (h, gates * f), (f, h)
 
 
 class LinearSize(NamedTuple):

@@ -83,7 +83,7 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
     node = searched.times.cluster.node or space.ranks
     narrow: dict[tuple[int, int], list[Plan]] = {}
     for rows in columns(space, type(searched.rejected)()):
-        if rows.inners[0].scheme not in ("oned", "oned-sp") or rows.inners[0].split:
+        if {*rows.family} != {"1-D"} or rows.inners[0].split:
             continue
         wide = (rows.sizes["y"] <= node) & ((rows.pp == 1) | (rows.sizes["y"] == _widest(space, node)))
         for plan in (

@@ -13,7 +13,7 @@ from ...dtypes import HALVES, dtype_of
 from ...nn.overlap import BUCKETS_IN_FLIGHT
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
-from .cells import PASSES, Cells, PassOps, StageGrid, matrices
+from .cells import PASSES, Cells, PassOps, StageGrid
 from .plans import Plan
 from .stages import fullest, most_in_flight, states
 from .timing import elements_of
@@ -109,7 +109,7 @@ def summed(inner: StageGrid, held: Any, ranks: Any, micro_batches: Any) -> Any:
     While one is packed, one less is in flight. A bucket of all weights is started once in a micro-batch.
     """
     model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
-    largest = max(rows * columns for rows, columns in (*matrices(model), (model.vocabulary, model.hidden))) // ranks
+    largest = max(rows * columns for rows, columns in (*model.matrices, (model.vocabulary, model.hidden))) // ranks
     bucket = np.maximum(ReplicasConfig.bucket, largest * size)
     in_flight = np.where(held * size > bucket, BUCKETS_IN_FLIGHT, np.minimum(BUCKETS_IN_FLIGHT, micro_batches - 1))
     return (1 + in_flight) * np.minimum(held * size, bucket)

@@ -15,9 +15,9 @@ import numpy as np
 
 from ...comm.topology import Topology, divisors
 from ...errors import ConfigError
-from ...layout.layout import Layout
 from ...nn.config import LARGEST_SIZE, ModelConfig
-from ...nn.schemes.registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine
+from ...nn.schemes.products import A, B, alone, family_of
+from ...nn.schemes.registry import SCHEME_SPECS, SERIAL
 from ...nn.schemes.validate import needs
 from ...parallel.schedule import held_stages, is_split, rule_of
 from .cells import StageGrid
@@ -25,7 +25,7 @@ from .stages import balanced, heaviest, homes_of
 
 ORDER = ("z", "y", "x", "d", "dp", "pp")
 """Ranks in their default order, fastest first: the grid of a stage, then replicas, then stages."""
-SCHEMES = tuple(name for name, spec in SCHEME_SPECS.items() if not spec.limits and name != "serial")
+SCHEMES = tuple(name for name, spec in SCHEME_SPECS.items() if not spec.limits and name != SERIAL)
 FAMILIES = ("1-D", "FSDP", "2-D", "2.5-D", "cuboid")
 UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
 """Micro-batches that are tried, in units of the fewest rows that a grid divides."""
@@ -48,7 +48,9 @@ class Era:
     schedules: tuple[str, ...] = SCHEDULES
 
 
-ERAS = {"2021": Era(("oned",), (("full", False),), (0,), ("1f1b", "interleaved")), "now": Era()}
+COPYING = tuple(name for name in SCHEMES if not SCHEME_SPECS[name].residual.axes)
+"""The schemes all of whose ranks hold the whole stream, and all-reduce it."""
+ERAS = {"2021": Era(COPYING, (("full", False),), (0,), ("1f1b", "interleaved")), "now": Era()}
 """2021: Megatron-LM's all-reduces, every layer recomputed, no ZeRO, no zero-bubble schedules."""
 
 
@@ -176,7 +178,7 @@ class PlanTable:
         table = np.array(around, dtype=np.int64).T
         self.inner, *self.around = table
         self.dp, self.pp, self.schedule, self.chunks, self.units, self.micro_batches = self.around
-        self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in ("x", "y", "z", "d")}
+        self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in inners[0].shape}
         self.ranks, self.rows = self._of([one.ranks for one in inners]), self.units * self._of([one.unit for one in inners])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
 
@@ -193,7 +195,8 @@ class PlanTable:
         One whose places are both at least those of another takes fewer bytes and more seconds.
         """
         one, found = self.inners[0], {}
-        gathers = one.gathers & (np.maximum(self.sizes["x"], self.sizes["y"]) > 1)
+        moving = (axis for product in one.products for operand in (A, B) for axis in product.apart(operand))
+        gathers = one.gathers & np.any([self.sizes[axis] > 1 for axis in moving] or False, axis=0)
         for place, (recompute, regather) in enumerate(self.era.variants):
             if recompute == "selective" and not one.model.attention_dropout:
                 continue  # fused attention keeps no scores
@@ -273,19 +276,6 @@ def keys_known() -> list[str]:
     return sorted({*SHORT, *SHORT.values(), "scheme", "recompute", "regather", "family"} - {"t"})
 
 
-def family_of(scheme: str, shape: Mapping[str, int]) -> str:
-    """The family of a scheme on a grid.
-
-    >>> family_of("cuboid", {"x": 8, "y": 2, "z": 1}), family_of("cuboid", {"x": 2, "y": 2, "z": 2})
-    ('FSDP', 'cuboid')
-    """
-    if scheme in ("oned", "oned-sp"):
-        return "1-D"
-    if scheme.startswith("cuboid"):
-        return "cuboid" if shape["z"] > 1 else "FSDP" if shape["x"] > 1 else "1-D"
-    return "2.5-D" if scheme == "tesseract" else "2-D"
-
-
 def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]:
     """Return the plans that divide evenly and save no memory (`PlanTable.savings`), with the default placement, by scheme.
 
@@ -315,37 +305,20 @@ def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[s
         spec = SCHEME_SPECS[scheme]
         for ranks in divisors(space.ranks):
             for own in spec.grids(ranks):
-                if repeats(scheme, own):
+                if spec.repeats(own):
                     continue
                 shape = {"x": 1, "y": 1, "z": 1, **own}
-                unit, reason = _unit(spec, space.model, shape)
+                unit, reason = _unit(scheme, space.model, shape)
                 if reason:
                     rejected[family_of(scheme, shape), reason] += 1
                 else:
                     yield scheme, shape, unit
 
 
-def repeats(scheme: str, shape: Mapping[str, int]) -> bool:
-    """Whether a simpler scheme is the same program on this grid."""
-    several = sum(size > 1 for size in shape.values())
-    if scheme == "cuboid-sequence":
-        return shape["y"] == 1 or several == 1  # the cuboid, and oned-sp
-    if scheme == "cuboid":
-        return several == 0
-    if scheme == "oned-sp":
-        return shape["y"] == 1
-    if scheme == "tesseract":
-        return shape["x"] == 1 or shape["d"] == 1
-    return scheme.startswith("summa") and several < 2
-
-
-def _unit(spec: SchemeSpec, model: ModelConfig, shape: Mapping[str, int]) -> tuple[int, str]:
+def _unit(scheme: str, model: ModelConfig, shape: Mapping[str, int]) -> tuple[int, str]:
     """The fewest rows of a micro-batch that the grid divides, and what it does not divide; empty where it divides all."""
-    c_layout = spec.plan(spec.residual, "nn", 1, 1, 1).c_layout
-    rows, columns = c_layout.dims
-    inside = Layout(rows[:1], rows[1:], columns) if is_sequence_fine(spec.residual) else Layout(rows, (), columns)
-    unit = 1
-    for need in needs(spec, inside, model, 1, model.sequence):
+    own, unit = alone(scheme), 1
+    for need in needs(own.spec, own.after_linear(own.residual), model, 1, model.sequence):
         parts = need.num_shards(shape)
         if need.dim == "batch":
             unit = lcm(unit, parts)

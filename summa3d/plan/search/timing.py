@@ -134,8 +134,9 @@ class Times:
         whole = plan.rows * plan.inner.model.sequence * plan.inner.model.hidden
         words, dtype = -(-whole // plan.inner.ranks), plan.inner.dtype
         seconds = outer.seconds(move("send", "pp", words, dtype))
-        if plan.inner.scheme == "oned" and plan.inner.ranks > 1:  # the parts of copies are gathered where they arrive
-            seconds += self.prices_of(plan).seconds(move("all_gather", "y", whole - words, dtype))
+        copies = [axis for axis, size in plan.inner.shape.items() if size > 1 and axis not in plan.inner.split_stream]
+        if copies:  # whose parts are gathered where they arrive
+            seconds += self.prices_of(plan).seconds(move("all_gather", "·".join(copies), whole - words, dtype))
         return seconds
 
     def after(self, plan: Plan) -> After:
