@@ -12,7 +12,7 @@ from summa3d.kernels import dispatch
 
 from ..nn.muon.matrices import matrices_of
 from ..nn.muon.newton_schulz import SCALES, NewtonSchulz, averaged
-from ..nn.muon.orthogonalise import Owners
+from ..nn.muon.orthogonalise import MatrixOwners
 
 if TYPE_CHECKING:
     from ..comm.grid import BaseGrid
@@ -98,8 +98,8 @@ class MuonAdamW(AdamW):
 
     Muon's moment, in its state's sharding of moments, is torch.optim.Muon's momentum buffer: one word per element. What is
     orthogonalised is whole on an owner each (`nn.muon.owners`); q, k and v of a fused weight are matrices of their own.
-    Making it is collective. A step moves what `Owners` does, over all axes but a pipeline's. Where a weight has no gradient,
-    its matrices travel as zeros, so that words are the plan's.
+    Making it is collective. A step moves the words of `owners.plan`, over all axes but a pipeline's. Matrices of a weight without
+    a gradient travel as zeros, so that words stay the plan's.
     """
 
     def __init__(self, states: Sequence[ParameterState], config: TrainConfig, grid: BaseGrid) -> None:
@@ -109,7 +109,7 @@ class MuonAdamW(AdamW):
         how = NewtonSchulz(settings.coefficients, settings.steps, settings.eps, dtype)
         hidden = (self.states[name] for name in self.moments.get(MUON_MOMENTS[0], {}))
         matrices = [(one.name, one.shardings.moments, getattr(one.parameter, "joined", (1, 1))) for one in hidden]
-        self.owners = Owners([matrix for one in matrices for matrix in matrices_of(*one)], grid, how)
+        self.owners = MatrixOwners([matrix for one in matrices for matrix in matrices_of(*one)], grid, how)
         self._shapes = {matrix.weight: matrix.shape for matrix in self.owners.plan.matrices}
 
     @torch.no_grad()

@@ -56,7 +56,7 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
     6: [{"scheme": "cuboid", "grid__y": 3, "grid__z": 2}, {"scheme": "summa-transposed", "grid__x": 3, "grid__y": 2}],
     8: [
         {"scheme": "tesseract", "grid__x": 2, "grid__y": 2, "grid__d": 2},
-        {"scheme": "cuboid", "grid__x": 2, "grid__z": 2, "grid__dp": 2, "replicas__zero": 2, **LLAMA},
+        {"scheme": "cuboid", "grid__y": 2, "grid__z": 2, "grid__dp": 2, "replicas__zero": 2, **LLAMA},
         {"scheme": "cuboid-sequence", "grid__y": 2, "grid__z": 4, "model__heads": 8},
     ],
     12: [{"scheme": "cuboid", "grid__x": 2, "grid__y": 3, "grid__z": 2}],
