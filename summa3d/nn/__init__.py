@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .models.llama import Llama as Llama
     from .models.registry import build as build
     from .models.vit import ViT as ViT
+    from .muon.optimizer import Muon as Muon
     from .parameter import ShardedParameter as ShardedParameter
     from .parameter import initialise as initialise
     from .schemes.scheme import Scheme as Scheme
@@ -52,6 +53,7 @@ MODULES = {
     "models.llama": ("Llama",),
     "models.registry": ("build",),
     "models.vit": ("ViT",),
+    "muon.optimizer": ("Muon",),
     "parameter": ("ShardedParameter", "initialise"),
     "schemes.scheme": ("Scheme",),
 }

@@ -24,17 +24,21 @@ class ShardedParameter(nn.Parameter):
     grid : the job's grid
     decay : whether weight decay applies (to matrices; not to biases and norms' γ and β)
     initial : the values that `initialise` writes: ("normal", std) or ("constant", value)
+    joined : of a fused weight, numbers of groups and parts: its columns are ordered [group][part][the rest], and each part is a
+        matrix of its own
     """
 
     sharding: Sharding
     grid: BaseGrid
     decay: bool
     initial: tuple[str, float]
+    joined: tuple[int, int] = (1, 1)
 
     def __deepcopy__(self, memo: dict[int, object]) -> ShardedParameter:
         """A copy with the same attributes, which torch's own copy would lack."""
         copied: ShardedParameter = super().__deepcopy__(memo)
         copied.sharding, copied.grid, copied.decay, copied.initial = self.sharding, self.grid, self.decay, self.initial
+        copied.joined = self.joined
         return copied
 
     def __getstate__(self) -> dict[str, object]:

@@ -34,6 +34,10 @@ SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
 """What job systems send before they end a job, beside SIGTERM, and launchers pass on."""
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+OPTIMIZERS = ("adamw", "muon")
+ADJUSTMENTS = ("match_rms_adamw", "original")
+MOST_ITERATIONS = 99
+"""Of Newton–Schulz, as in torch."""
 MOST_RANKS = 2**20
 """Of an axis."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
@@ -146,6 +150,58 @@ class PipelineConfig:
 
 
 @dataclass(frozen=True)
+class MuonConfig:
+    """The table `train.muon`: what train.optimizer = "muon" does with the matrices of blocks; all else is AdamW's.
+
+    Of a fused weight, q, k and v are matrices of their own. Rate and decay are those of AdamW, `train.learning_rate` and
+    `train.weight_decay`.
+
+    Attributes
+    ----------
+    momentum : decay rate of the mean of gradients that is orthogonalised
+    nesterov : whether the gradient is mixed into that mean once more
+    steps : Newton–Schulz iterations
+    coefficients : a, b, c of an iteration X ← aX + (bG + cG²)X with G = XXᵀ
+    eps : the least norm that a matrix is divided by
+    adjust : what the learning rate of a matrix [inputs, outputs] is multiplied by: "match_rms_adamw", 0.2·√max(inputs, outputs),
+        which takes AdamW's rates; "original", √max(1, outputs / inputs)
+    dtype : what Newton–Schulz is computed in: "master", the dtype of master weights, or "bfloat16", in which matrices travel too;
+        results then depend on the grid beyond rounding in the last bits
+    ranks : ranks that compute a matrix together: "auto" or "1", one, its owner
+
+    >>> MuonConfig().momentum
+    0.95
+    """
+
+    momentum: float = 0.95
+    nesterov: bool = True
+    steps: int = 5
+    coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315)
+    eps: float = 1e-7
+    adjust: str = "match_rms_adamw"
+    dtype: str = "master"
+    ranks: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, known in (("adjust", ADJUSTMENTS), ("dtype", ("master", "bfloat16"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise ConfigError(f"train.muon.{name} = {value!r} is not known. Use one of {', '.join(known)}.")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"train.muon.momentum = {self.momentum}; it must lie in [0, 1).")
+        if not all(map(isfinite, self.coefficients)):
+            raise ConfigError(f"train.muon.coefficients = {list(self.coefficients)}; all three must be finite.")
+        at_least("train.muon.steps", self.steps, 1, MOST_ITERATIONS)
+        if not 0 < self.eps < inf:
+            raise ConfigError(f"train.muon.eps = {self.eps}; it must be positive and finite.")
+        if self.ranks not in ("auto", "1"):
+            raise ConfigError(
+                f"train.muon.ranks = {self.ranks!r}: several ranks cannot compute one matrix together yet. "
+                'Use "auto" or "1": each matrix has an owner, and ranks own different ones.'
+            )
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The table `train`: steps, batch, optimizer, evaluation, checkpoints and the sample at the end.
 
@@ -158,7 +214,8 @@ class TrainConfig:
     learning_rate : the largest learning rate, which is reached after `warmup` steps
     warmup : steps in which the rate rises linearly from 0 to `learning_rate`
     decay_to : the fraction of `learning_rate` that the rate has at the last step; it falls there along half a cosine
-    weight_decay : AdamW's decay of matrices; vectors (γ, β, biases) do not decay
+    optimizer : "adamw"; "muon", for the matrices of blocks (table `train.muon`), with AdamW for embeddings, head and vectors
+    weight_decay : decay of matrices; vectors (γ, β, biases) do not decay
     betas : AdamW's decay rates of the means of gradients and of their squares
     epsilon : added to AdamW's denominator
     clip : largest global gradient norm; 0 turns clipping off
@@ -184,6 +241,7 @@ class TrainConfig:
     learning_rate: float = 1e-3
     decay_to: float = 0.1
     warmup: int = 20
+    optimizer: str = "adamw"
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
     epsilon: float = 1e-8
@@ -199,8 +257,11 @@ class TrainConfig:
     watchdog: float = 600.0
     peak_tflops: float = 0.0
     tensorboard: bool = False
+    muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ConfigError(f"train.optimizer = {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
         for name in ("steps", "batch", "accumulate", "evaluate_batches"):
             at_least(f"train.{name}", getattr(self, name), 1, LARGEST_SIZE if name == "batch" else inf)
         for name in ("seed", "warmup", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):

@@ -23,7 +23,7 @@ from . import toml
 from .checkpoint.folder import own_blocks
 from .config import Config, at_least, from_table, master_dtype, numbers_of, read_table, to_table
 from .loop import total
-from .optimizer import AdamW
+from .optimizer import new_optimizer
 from .precision import torch_dtype, working_weights
 
 MEBI, GIGA = 1 << 20, 1e9
@@ -270,17 +270,18 @@ def training_of(config: Config) -> Training:
     """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
     def optimizer(pipeline: Pipeline, states: Sequence[ParameterState]) -> Ending:
-        adamw, replicas = AdamW(states, config.train), pipeline.replicas
+        replicas = pipeline.replicas
         assert replicas is not None
+        taken = new_optimizer(states, config.train, replicas.grid)
 
         def update() -> None:
             replicas.finish()
             replicas.settle(total([], pipeline.axis))
-            norm_and_votes(adamw.counted_gradients(), replicas.grid)
-            replicas.update(lambda: adamw.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
+            norm_and_votes(taken.counted_gradients(), replicas.grid)
+            replicas.update(lambda: taken.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
-        written = sum(block.tensor.nbytes for block in own_blocks(adamw) if block.sharding.is_primary(replicas.grid))
-        moments = (moment.nbytes for kind in adamw.moments.values() for moment in kind.values())
+        written = sum(block.tensor.nbytes for block in own_blocks(taken) if block.sharding.is_primary(replicas.grid))
+        moments = (moment.nbytes for kind in taken.moments.values() for moment in kind.values())
         on_host = requested_device(config.device) == "cpu"
         return Ending(update, sum(moments), written, written if config.train.copies_checkpoints and on_host else 0)
 

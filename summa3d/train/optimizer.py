@@ -1,4 +1,4 @@
-"""AdamW on the local blocks of a sharded model, the learning rate, and the factor that clips gradients."""
+"""AdamW and Muon on the local blocks of a sharded model, the learning rate, and the factor that clips gradients."""
 
 from __future__ import annotations
 
@@ -10,12 +10,30 @@ import torch
 
 from summa3d.kernels import dispatch
 
+from ..nn.muon.matrices import matrices_of
+from ..nn.muon.newton_schulz import SCALES, NewtonSchulz, averaged
+from ..nn.muon.orthogonalise import MatrixOwners
+
 if TYPE_CHECKING:
+    from ..comm.grid import BaseGrid
     from ..parallel.states import ParameterState
     from .config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of AdamW's first and second moments."""
+MUON_MOMENTS = ("momentum_buffer",)
+"""torch's name of Muon's."""
+BLOCKS = "blocks."
+"""How the names of parameters of a model's blocks begin."""
+
+
+def moments_of(name: str, dims: int, optimizer: str) -> tuple[str, ...]:
+    """The names of a parameter's moments: with `optimizer` "muon", matrices of blocks have Muon's; all others have AdamW's.
+
+    >>> moments_of("blocks.0.mlp.up.weight", 2, "muon"), moments_of("embedding.weight", 2, "muon")
+    (('momentum_buffer',), ('exp_avg', 'exp_avg_sq'))
+    """
+    return MUON_MOMENTS if optimizer == "muon" and dims == 2 and name.startswith(BLOCKS) else MOMENTS
 
 
 class AdamW:
@@ -28,7 +46,10 @@ class AdamW:
     def __init__(self, states: Sequence[ParameterState], config: TrainConfig) -> None:
         self.config = config
         self.states = {state.name: state for state in states}
-        self.moments = {moment: {state.name: torch.zeros_like(state.weight) for state in states} for moment in MOMENTS}
+        self.moments: dict[str, dict[str, torch.Tensor]] = {}
+        for state in states:
+            for moment in moments_of(state.name, len(state.shardings.used.shape), config.optimizer):
+                self.moments.setdefault(moment, {})[state.name] = torch.zeros_like(state.weight)
         self._steps = dict.fromkeys(self.states, 0)
 
     def start_at(self, step: int) -> None:
@@ -49,12 +70,13 @@ class AdamW:
 
         The call may leave gradients multiplied by `factor`.
         """
+        mine = [state for state in self.states.values() if state.name in self.moments.get(MOMENTS[0], {})]
         for decay in (True, False):
-            found = [(state, state.gradient) for state in self.states.values() if state.parameter.decay is decay]
+            found = [(state, state.gradient) for state in mine if state.parameter.decay is decay]
             given = [(state, gradient) for state, gradient in found if gradient is not None]
-            self._update(given, rate, self.config.weight_decay if decay else 0.0, factor)
+            self._take(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
-    def _update(self, given: list[tuple[ParameterState, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
+    def _take(self, given: list[tuple[ParameterState, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
         first, second = (self.moments[moment] for moment in MOMENTS)
         rows: list[tuple[torch.Tensor, ...]] = []
         steps: list[int] = []
@@ -69,6 +91,58 @@ class AdamW:
             weights, *others = map(list, zip(*rows, strict=True))
             settings = self.config.betas, self.config.epsilon, weight_decay, factor
             dispatch.kernels_for(weights[0]).adamw(weights, *others, steps, rate, *settings)
+
+
+class MuonAdamW(AdamW):
+    """Muon on the matrices of blocks, and AdamW on all other parameters, with one learning rate and decay.
+
+    Muon's moment, in its state's sharding of moments, is torch.optim.Muon's momentum buffer: one word per element. What is
+    orthogonalised is whole on an owner each (`nn.muon.owners`); q, k and v of a fused weight are matrices of their own.
+    Making it is collective. A step moves the words of `owners.plan`, over all axes but a pipeline's. Matrices of a weight without
+    a gradient travel as zeros, so that words stay the plan's.
+    """
+
+    def __init__(self, states: Sequence[ParameterState], config: TrainConfig, grid: BaseGrid) -> None:
+        super().__init__(states, config)
+        settings = config.muon
+        dtype = None if settings.dtype == "master" else torch.bfloat16
+        how = NewtonSchulz(settings.coefficients, settings.steps, settings.eps, dtype)
+        hidden = (self.states[name] for name in self.moments.get(MUON_MOMENTS[0], {}))
+        matrices = [(one.name, one.shardings.moments, getattr(one.parameter, "joined", (1, 1))) for one in hidden]
+        self.owners = MatrixOwners([matrix for one in matrices for matrix in matrices_of(*one)], grid, how)
+        self._shapes = {matrix.weight: matrix.shape for matrix in self.owners.plan.matrices}
+
+    @torch.no_grad()
+    def step(self, rate: float, factor: float = 1.0) -> None:
+        """As `AdamW.step`; collective over the ranks of a stage."""
+        super().step(rate, factor)
+        given = {name: self.states[name].gradient for name in self._shapes}
+        blocks = {name: self._averaged(self.states[name], gradient, factor) for name, gradient in given.items()}
+        found = self.owners.orthogonalised(blocks)
+        for name, gradient in given.items():
+            if gradient is not None:
+                self._update(self.states[name], found.pop(name), rate)
+
+    def _averaged(self, state: ParameterState, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
+        """What is orthogonalised of a weight, in a new tensor; updates the momentum."""
+        moment, settings = self.moments[MUON_MOMENTS[0]][state.name], self.config.muon
+        if gradient is None:
+            return torch.zeros_like(moment)
+        gradient = gradient.to(moment.dtype) if factor == 1 else gradient.to(moment.dtype).mul_(factor)
+        pairs = zip(state.pieces(gradient), state.pieces(moment), strict=True)
+        pieces = [averaged(*pair, settings.momentum, settings.nesterov) for pair in pairs]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _update(self, state: ParameterState, update: torch.Tensor, rate: float) -> None:
+        weight_decay = self.config.weight_decay if state.parameter.decay else 0.0
+        scaled = rate * SCALES[self.config.muon.adjust](*self._shapes[state.name])
+        for weight, piece in zip(state.pieces(state.weight), state.pieces(update), strict=True):
+            weight.mul_(1 - rate * weight_decay).add_(piece, alpha=-scaled)
+
+
+def new_optimizer(states: Sequence[ParameterState], config: TrainConfig, grid: BaseGrid) -> AdamW:
+    """The optimizer of a configuration; collective where it is Muon."""
+    return MuonAdamW(states, config, grid) if config.optimizer == "muon" else AdamW(states, config)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

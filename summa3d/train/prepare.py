@@ -35,7 +35,7 @@ from .device import HOST, open_device
 from .lease import Lease
 from .metrics import check_tensorboard
 from .on_root import on_root
-from .optimizer import AdamW
+from .optimizer import AdamW, new_optimizer
 from .precision import LossScale, torch_dtype, working_weights
 from .progress import SILENT, Progress
 
@@ -129,7 +129,7 @@ def prepare(
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
     states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
-    optimizer = AdamW(states, config.train)
+    optimizer = new_optimizer(states, config.train, grid)
     replicas, pipeline = open_pipeline(config, model, states)
     run = Run(config, folder, grid, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:

@@ -81,6 +81,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.context, self.size = scheme, config.hidden // config.heads
         self.qkv = Linear(config.hidden, 3 * config.hidden, scheme, dtype=dtype)
+        self.qkv.weight.joined = config.heads, 3
         inner = self.qkv.output_layout
         self.out = Linear(config.hidden, config.hidden, scheme, inner, std=out_std, dtype=dtype)
         self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
@@ -113,6 +114,7 @@ class GroupedAttention(nn.Module):
         self.run = run_sharing_a_head(config, scheme, inner)
         self.q = Linear(h, h, scheme, bias=False, dtype=dtype)
         self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=False, dtype=dtype)
+        self.kv.weight.joined = config.num_kv_heads, 2
         self.joined = FusedLinear("hidden", self.q, self.kv)
         self.out = Linear(h, h, scheme, inner, bias=False, std=out_std, dtype=dtype)
         self.rotary = Rotary(self.size, config)

@@ -29,7 +29,7 @@ from ...parallel.states import named_parameters
 from .. import toml
 from ..config import Config, master_dtype
 from ..on_root import on_root
-from ..optimizer import MOMENTS, AdamW
+from ..optimizer import AdamW, moments_of
 from . import index as contents
 from . import shards
 
@@ -75,8 +75,15 @@ class Checkpoint:
         """Whether the checkpoint holds the optimizer's state; an imported checkpoint holds weights only."""
         return any(name.startswith("optimizer.") for name in self.index["tensors"])
 
+    @property
+    def optimizer(self) -> str:
+        """The optimizer of the run that wrote the checkpoint."""
+        train = (self.config or {}).get("train", {})
+        found: str = train.get("optimizer", "adamw") if isinstance(train, dict) else "adamw"
+        return found
+
     def check_model(self, config: Config) -> None:
-        """Raise CheckpointError, naming the keys that differ, unless the checkpoint fits the model and the dtype of `config`."""
+        """Raise CheckpointError unless the checkpoint fits the model, dtype and optimizer of `config`, naming what differs."""
         model = toml.build(ModelConfig, self.index["model"], "model.")
         have = {**identity(model), "dtype": master_dtype(self.index["dtype"])}
         want = {**identity(config.model), "dtype": master_dtype(config.dtype)}
@@ -90,6 +97,11 @@ class Checkpoint:
             )
         if differing:
             raise CheckpointError(f"{self.path} is a checkpoint of another model.\n  " + "\n  ".join(differing))
+        if self.has_moments and self.optimizer != config.train.optimizer:
+            raise CheckpointError(
+                f"{self.path} has the moments of train.optimizer = {self.optimizer!r}, and this run has "
+                f"{config.train.optimizer!r}, which cannot go on from them. Set train.optimizer to {self.optimizer!r}."
+            )
 
     def verify(self, comm: MPI.Intracomm) -> None:
         """Compare every file with the index: size, checksum, and the tensors in it; each rank checks its share. Collective.
@@ -111,7 +123,7 @@ class Checkpoint:
         agree_on_error(comm, error)
 
     def check_tensors(self) -> None:
-        """Raise CheckpointError unless the tensors are those of the index's model, and of AdamW's moments.
+        """Raise CheckpointError unless the tensors are those of the index's model, and of its optimizer's moments.
 
         Only a checkpoint before the first step, an imported one, may lack the moments.
         """
@@ -121,8 +133,10 @@ class Checkpoint:
             )
         dtype = master_dtype(self.index["dtype"])
         shapes = {name: list(p.sharding.shape) for name, p in named_parameters(model)}
-        kinds = ["model.", *(f"optimizer.{moment}." for moment in MOMENTS if self.has_moments or self.step)]
-        want = {f"{kind}{name}": (shape, dtype) for kind in kinds for name, shape in shapes.items()}
+        want = {f"model.{name}": (shape, dtype) for name, shape in shapes.items()}
+        for name, shape in shapes.items() if self.has_moments or self.step else ():
+            moments = moments_of(name, len(shape), self.optimizer)
+            want |= {f"optimizer.{moment}.{name}": (shape, dtype) for moment in moments}
         have = {name: (entry["shape"], entry["dtype"]) for name, entry in self.index["tensors"].items()}
         for name in (*want, *have):
             if have.get(name) != want.get(name):

@@ -1,0 +1,117 @@
+"""Orthogonalise matrices of which ranks hold blocks: whole matrices go to their owners, are computed there, and come back."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ...comm.grid import BaseGrid
+from ...layout.redistribute import Piece, put, taken
+from .matrices import LogicalMatrix
+from .newton_schulz import NewtonSchulz
+from .owners import OwnersPlan
+
+BATCH = 1 << 24
+"""Elements of a batch of matrices of one shape, at most: larger matrices fill the cores one by one, with less workspace."""
+
+
+class Message:
+    """The pieces that a rank sends, or receives, in one all-to-all: ordered by the other rank, then by matrix.
+
+    sizes : words of each rank of the plane. slots : matrix → its pieces, and where each lies in the buffer
+    """
+
+    def __init__(self, pieces: Iterable[tuple[int, int, Piece]], members: int) -> None:
+        self.sizes, self.slots, self.words = [0] * members, dict[int, list[tuple[Piece, slice]]](), 0
+        for other, number, piece in sorted(pieces, key=lambda one: one[:2]):
+            self.sizes[other] += piece.words
+            self.slots.setdefault(number, []).append((piece, slice(self.words, self.words + piece.words)))
+            self.words += piece.words
+
+
+class MatrixOwners:
+    """An `OwnersPlan` on this rank of a grid; making it is collective over the ranks of a stage of a pipeline.
+
+    Memory of a step, in words: what `orthogonalised` returns; a rank's own matrices three times, and of the largest batch of
+    them twice more, beside the Gram matrices twice.
+    """
+
+    def __init__(self, matrices: Sequence[LogicalMatrix], grid: BaseGrid, how: NewtonSchulz) -> None:
+        self.how, self.plan = how, OwnersPlan.of(matrices, grid, how)
+        self.axis = grid[self.plan.axes]
+        plan, here, members = self.plan, self.axis.index, self.axis.size
+        own = plan.owned_by(here)
+        others = [number for number, owner in enumerate(plan.owners) if owner != here]
+        collected = [(piece.sender, number, piece) for number in own for piece in plan.collected(number)]
+        self._kept = {number: piece for sender, number, piece in collected if sender == here}
+        self._takes = Message((one for one in collected if one[0] != here), members)
+        self._gives = Message(((plan.owners[one], one, piece) for one in others for piece in plan.sent_by(here, one)), members)
+        self._gets = Message(((plan.owners[one], one, piece) for one in others for piece in plan.held_by(here, one)), members)
+        held = ((piece.sender, number, piece) for number in own for piece in plan.held(number))
+        self._returns = Message((one for one in held if one[0] != here), members)
+        self._batches = _batches([(number, plan.matrices[number].shape) for number in own])
+
+    @torch.no_grad()
+    def orthogonalised(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's blocks of the orthogonalised matrices, by weight, from its blocks of the stage's weights; collective.
+
+        They have the dtype that is computed in, in which the matrices travel too. Moves `OwnersPlan.words_of` words.
+        """
+        if not self.plan.matrices:
+            return {}
+        like = next(iter(blocks.values()))
+        like = like.new_empty(0, dtype=self.how.dtype or like.dtype)
+        names = {number: matrix.weight for number, matrix in enumerate(self.plan.matrices)}
+        arrived = self._exchange(self.plan.collects, self._gives, self._takes, lambda number: blocks[names[number]], like)
+        found = {name: torch.empty_like(block, dtype=like.dtype) for name, block in blocks.items()}
+        results = dict[int, Tensor]()
+        for batch in self._batches:
+            whole = like.new_empty(len(batch), *self.plan.matrices[batch[0]].shape)
+            for matrix, number in zip(whole, batch, strict=True):
+                if number in self._kept:
+                    put(matrix, self._kept[number].put, taken(blocks[names[number]], self._kept[number].take))
+                for piece, slot in self._takes.slots.get(number, ()):
+                    put(matrix, piece.put, arrived[slot].view(piece.shape))
+            results |= zip(batch, self.how.orthogonalised(whole).unbind(), strict=True)
+            del whole
+        del arrived
+        for number, matrix in results.items():
+            for piece in self.plan.held_by(self.axis.index, number):
+                put(found[names[number]], piece.take, taken(matrix, piece.put))
+        returned = self._exchange(self.plan.returns, self._returns, self._gets, results.__getitem__, like, from_matrix=True)
+        for number, slots in self._gets.slots.items():
+            for piece, slot in slots:
+                put(found[names[number]], piece.take, returned[slot].view(piece.shape))
+        return found
+
+    def _exchange(
+        self,
+        moves: bool,
+        gives: Message,
+        takes: Message,
+        source: Callable[[int], Tensor],
+        like: Tensor,
+        from_matrix: bool = False,
+    ) -> Tensor:
+        """Send the pieces of each matrix's source; returns what arrives. Where nothing moves, there is no message."""
+        if not moves:
+            return like
+        packed = self.axis.ledger.track(like.new_empty(gives.words))
+        for number, slots in gives.slots.items():
+            for piece, slot in slots:
+                packed[slot] = taken(source(number), piece.put if from_matrix else piece.take).reshape(-1)
+        arrived: Tensor = self.axis.all_to_all(packed, sizes=gives.sizes, receive_sizes=takes.sizes)
+        return self.axis.ledger.track(arrived)
+
+
+def _batches(mine: Sequence[tuple[int, tuple[int, int]]]) -> list[list[int]]:
+    """The matrices of each shape, in batches of `BATCH` elements at most, or of one matrix."""
+    found = []
+    for shape, same in itertools.groupby(sorted(mine, key=lambda one: one[1]), key=lambda one: one[1]):
+        numbers, many = [number for number, _ in same], max(1, BATCH // prod(shape))
+        found += [numbers[first : first + many] for first in range(0, len(numbers), many)]
+    return found
