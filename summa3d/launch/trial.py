@@ -19,7 +19,7 @@ from ..train.config import Config, DataConfig, numbers_of, to_table, write
 from ..train.utilization import load_average
 from .runtime import usable_cores
 
-Start = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
+RunOnRanks = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]
 """Arguments of `summa3d` → how their run on all ranks has ended, with what it printed."""
 STEPS = 5
 """Steps that are measured, behind one that is not: it makes what the others keep."""
@@ -30,7 +30,7 @@ WINDOWS = 64
 GIB = 2**30
 
 
-def measure(configs: Sequence[Config], start: Start, say: Callable[[str], None]) -> list[list[float]]:
+def measure(configs: Sequence[Config], start: RunOnRanks, say: Callable[[str], None]) -> list[list[float]]:
     """The seconds of each measured step of each configuration: run after run, on random tokens.
 
     Raises LaunchError where a run fails, with the last that it printed.
@@ -94,7 +94,7 @@ def short(config: Config, tokens: Path) -> Config:
     return replace(config, train=train, data=data)
 
 
-def _steps_of(config: Config, number: int, many: int, folder: Path, start: Start, say: Callable[[str], None]) -> list[float]:
+def _steps_of(config: Config, number: int, many: int, folder: Path, start: RunOnRanks, say: Callable[[str], None]) -> list[float]:
     """The seconds of the measured steps of one configuration."""
     tokens, file, run = folder / "tokens.bin", folder / f"{number}.toml", folder / str(number)
     ranks = prod(config.grid.axes.values())

@@ -17,7 +17,7 @@ from ..table import Column, Table
 if TYPE_CHECKING:
     from .search.find import Plans
 
-Predict = Callable[[Cluster], Sequence[float]]
+SecondsOn = Callable[[Cluster], Sequence[float]]
 """A cluster → the seconds of a step of each plan that was run."""
 NOISE = 0.05
 """The error of a measured step, as a logarithm, that the fit reckons with."""
@@ -147,7 +147,7 @@ def candidates(cluster: Cluster, dtype: str) -> list[str]:
     return [key for key in keys if cluster[key] > 0]
 
 
-def dependence(predict: Predict, cluster: Cluster, keys: Sequence[str]) -> dict[str, float]:
+def dependence(predict: SecondsOn, cluster: Cluster, keys: Sequence[str]) -> dict[str, float]:
     """Key → how much the logarithms of the plans' seconds change with that of the number, the root of the mean square."""
     base, found = np.log(predict(cluster)), {}
     for key in keys:
@@ -163,7 +163,7 @@ def chosen(slopes: Mapping[str, float], fitted_before: Sequence[str], most: int)
     return ordered[: min(most, FITTED - len(others))]
 
 
-def fitted(predict: Predict, cluster: Cluster, keys: Sequence[str], measured: Sequence[float]) -> Cluster:
+def fitted(predict: SecondsOn, cluster: Cluster, keys: Sequence[str], measured: Sequence[float]) -> Cluster:
     """The cluster with the likeliest values of `keys`, by Gauss-Newton steps in logarithms; a move that does not help is cut.
 
     A value that no cluster may have is a move that does not help.
