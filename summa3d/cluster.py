@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .dtypes import DTYPES, EIGHT_BITS
 from .errors import ClusterError, nearest
-from .files import from_toml, text_of
+from .files import from_toml, replace_text, text_of
 
 FOLDER = Path(__file__).with_name("clusters")
 HERE, VARIABLE = "here", "SUMMA3D_CLUSTER"
@@ -242,6 +243,28 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
     defaults = {key: limit.default for key, limit in limits.items() if limit.default is not None}
     numbers |= {key: Number(value, "assumed", "default") for key, value in defaults.items() if key not in numbers}
     return _checked(table.get("name", name), level_names, numbers)
+
+
+def write(cluster: Cluster, file: Path, about: str) -> None:
+    """Write the TOML file of a cluster, which `load` reads as the same numbers, with a comment; raises OSError."""
+    lines = [f"# {about}", f"name = {json.dumps(cluster.name, ensure_ascii=False)}"]
+    replace_text(file, "\n".join([*lines, *tables_of(cluster.numbers, cluster.level_names, 17), ""]))
+
+
+def tables_of(numbers: Mapping[str, Number], level_names: Sequence[str], digits: int) -> Iterator[str]:
+    """Yield the lines of the TOML tables of numbers by their dotted keys, with so many digits; the levels come last."""
+    links = {level: [key for key in (f"{level}.{name}" for name in LINKS) if key in numbers] for level in level_names}
+    others = [key for key in numbers if not any(key in keys for keys in links.values())]
+    sections = {name: [key for key in others if key.startswith(f"{name}.")] for name in (key.partition(".")[0] for key in others)}
+    titled = [(f"[{name}]", keys) for name, keys in sections.items()]
+    titled += [(f"[[level]]\nname = {json.dumps(level, ensure_ascii=False)}", keys) for level, keys in links.items() if keys]
+    for title, keys in titled:
+        yield from ("", title)
+        for key in keys:
+            number = numbers[key]
+            origin = f", from = {json.dumps(number.origin, ensure_ascii=False)}" if number.origin else ""
+            name = key.rpartition(".")[2]
+            yield f'{name} = {{value = {number.value:.{digits}g}, source = "{number.source}"{origin}}}'
 
 
 def _limits(level_names: tuple[str, ...]) -> dict[str, Range]:

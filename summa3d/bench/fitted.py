@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..cluster import DEVICE, LINKS, Number
+from ..cluster import DEVICE, LINKS, Number, tables_of
 from ..dtypes import dtype_of
 from ..table import Column, Table
 
@@ -211,14 +211,7 @@ def described(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> str
     facts |= {key: machine[key] for key in ABOUT if machine.get(key) is not None}
     lines = ["# Measured by `summa3d bench calibrate`.", 'name = "here"', "", "[measured]"]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in facts.items()]
-    for section in dict.fromkeys(key.partition(".")[0] for key in numbers):
-        title = ["[[level]]", f'name = "{section}"'] if section in LEVELS else [f"[{section}]"]
-        lines += ["", *title]
-        for key, number in numbers.items():
-            if key.startswith(f"{section}."):
-                origin = f', from = "{number.origin}"' if number.origin else ""
-                lines.append(f'{key.partition(".")[2]} = {{value = {number.value:.4g}, source = "{number.source}"{origin}}}')
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *tables_of(numbers, LEVELS, 4), ""])
 
 
 def as_result(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> dict[str, Any]:

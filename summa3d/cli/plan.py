@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..figures import FORMATS, draw
+from ..interpreter import module
+from ..launch.runtime import find_launcher, loaded_runtime
 from ..nn.config import MOST_LAYERS
 from ..parallel import draw as drawing
 from ..parallel.schedule import SCHEDULES, build, split_layers
@@ -20,6 +24,8 @@ from ..parallel.simulate import ScheduleTimeline, in_flight, messages_of, timeli
 if TYPE_CHECKING:
     from ..plan.papers.costs import Isoefficiency, PrintedCost
     from ..plan.programs.search import ProgramPlans
+    from ..plan.search.command import Measure
+    from ..train.config import Config
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
 SEARCH = (
@@ -36,6 +42,7 @@ SEARCH = (
     "program",
     "rule",
     "explain",
+    "tries",
     "write",
 )
 """Options that a search alone has."""
@@ -128,6 +135,13 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
     search.add_argument(
         "--program", metavar="NAME", help="Plan for another program, as megatron-core or fsdp2. A wrong name lists all."
     )
+    search.add_argument(
+        "--try",
+        dest="tries",
+        type=int,
+        metavar="K",
+        help="Run the K fastest plans for five steps each on ranks of this machine; refit the cluster's numbers to them.",
+    )
     search.add_argument("--rule", choices=("ptdp",), help="Show beside them the plan of PTD-P's rule.")
     search.add_argument("--explain", type=int, metavar="N", help="Say why plan N is where it is.")
     search.add_argument("--write", type=Path, metavar="DIR", help="Write plan 1 as a configuration and a Slurm job into DIR.")
@@ -177,7 +191,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.rows is not None:
         return show_rows(args)
-    search = [f"--{name}" for name in SEARCH if getattr(args, name) not in (None, [])]
+    search = [f"--{'try' if name == 'tries' else name}" for name in SEARCH if getattr(args, name) not in (None, [])]
     if args.paper is not None and search:
         raise ConfigError(f"--paper prints a paper's own rows; {', '.join(search)} is of a search.")
     if args.paper is not None:
@@ -197,21 +211,27 @@ def show_plans(args: argparse.Namespace) -> int:
     for name, value in (("tokens", args.tokens), ("price", args.price)):
         if value is not None and not SIZES[0] <= value <= SIZES[1]:
             raise ConfigError(f"--{name} is {value}; it must be positive, from {SIZES[0]:g} to {SIZES[1]:g}.")
-    print(f"summa3d plan: {' '.join(args.model)} on {args.ranks} ranks of {args.cluster}", file=sys.stderr, flush=True)
+    if args.tries is not None:
+        check_try(args)
+    say_plan(f"{' '.join(args.model)} on {args.ranks} ranks of {args.cluster}")
     import mpi4py
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
+    from ..launch import trial
     from ..plan import questions
     from ..plan.search.command import run as run_search
     from ..plan.search.request import request
 
     args.cluster = questions.cluster_with(args.cluster, args.set)
-    sequence = request(args.model, 1, args.cluster).config.model.sequence
+    counts, config = questions.rank_counts(args.ranks), request(args.model, 1, args.cluster).config
+    if args.tries is not None:
+        args.cluster = trial.cluster_here(args.cluster, counts[0], say_plan)
+        config.check_text()
+    sequence = config.model.sequence
     asked, args.batch = args.batch, questions.sequences(args.batch, sequence)
     args.step_tokens = args.batch * sequence
     if asked != str(args.batch):
-        print(f"summa3d plan: {asked}: {args.batch} sequences, {args.step_tokens:,} tokens a step", file=sys.stderr)
-    counts = questions.rank_counts(args.ranks)
+        say_plan(f"{asked}: {args.batch} sequences, {args.step_tokens:,} tokens a step")
     if len(counts) > 1:
         return show_scaling(args, counts)
     args.ranks = counts[0]
@@ -219,7 +239,43 @@ def show_plans(args: argparse.Namespace) -> int:
         raise ConfigError("--plots draws the rows of a paper, or several counts of --ranks; a search of one has none.")
     if args.program is not None:
         return show_program(args)
-    return run_search(args)
+    return run_search(args, None if args.tries is None else measure_on(args.ranks))
+
+
+def check_try(args: argparse.Namespace) -> None:
+    """Raise ConfigError for options that --try does not go with."""
+    if args.tries < 1:
+        raise ConfigError(f"--try is {args.tries}; it must be at least 1.")
+    if "," in args.ranks:
+        raise ConfigError(f"--try is of one count of --ranks, not of {args.ranks}.")
+    if args.program is not None:
+        raise ConfigError(f"--try runs the library's own plans, not those of {args.program}.")
+    if launched_as() is not None:
+        raise ConfigError("--try starts ranks of its own; start summa3d plan without a launcher.")
+
+
+def measure_on(ranks: int) -> Measure:
+    """Return what runs configurations on `ranks` ranks of this machine. Raises LaunchError where none can be started."""
+    from ..launch import trial
+    from .launch import mpi_command
+
+    runtime = loaded_runtime()
+    find_launcher(runtime)
+
+    def start(words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        command, environ, _ = mpi_command(ranks, module("summa3d", *words), runtime=runtime)
+        return subprocess.run(command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    def measure(configs: Sequence[Config], peak: int) -> Sequence[Sequence[float]]:
+        trial.check_memory(ranks, peak, trial.free_memory())
+        return trial.measure(configs, start, say_plan)
+
+    return measure
+
+
+def say_plan(line: str) -> None:
+    """Print a line on stderr, in the name of the command."""
+    print(f"summa3d plan: {line}", file=sys.stderr, flush=True)
 
 
 def show_scaling(args: argparse.Namespace, counts: list[int]) -> int:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..cluster import Cluster, here_file, load
-from ..comm.topology import describe
+from ..comm.topology import describe, divisors
 from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, SchemeChoice, ranked
 from ..nn.schemes.products import family_of
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..parallel.schedule import is_split
+from ..train.config import REPLICAS
 from .search.cells import Cells, StageGrid
+from .search.memory import memory
 from .search.plans import Plan
 from .search.store import Store
 from .search.timing import Times
@@ -25,14 +27,14 @@ if TYPE_CHECKING:
 HOST = "host"
 """The cluster by which runs on the host are planned where this machine has not been calibrated."""
 PRICED = 6
-"""How many grids are priced: that of the fewest words of each family, and others in the order of their words."""
+"""How many grids are priced: that of the fewest words of each family, replicas alone, and others in the order of their words."""
 
 
 @dataclass(frozen=True)
 class Pick:
     """A scheme and its grid; the predicted seconds of a step; on which cluster; how many grids were priced, and how many fit.
 
-    Where a single one fits, none is priced.
+    assumed : whether no rate of that cluster has been measured. Where a single grid fits, none is priced.
     """
 
     scheme: str
@@ -41,13 +43,23 @@ class Pick:
     cluster: str
     priced: int
     fitting: int
+    assumed: bool = False
 
     def __str__(self) -> str:
         why = "the only one that fits"
         if self.seconds is not None:
             among = f"the fastest of {self.priced} predicted, of {self.fitting} that fit"
-            why = f"{self.seconds:.2g} s a step on cluster {self.cluster}, {among}"
+            machine = f"cluster {self.cluster}{', an assumed machine' if self.assumed else ''}"
+            why = f"{self.seconds:.2g} s a step on {machine}, {among}"
         return f"scheme {self.scheme}, grid {describe(self.grid)}: {why}"
+
+
+class GridCandidate(NamedTuple):
+    """A scheme on the grid of each replica and stage, the configuration with its replicas, and the words of a step, about."""
+
+    config: Config
+    choice: SchemeChoice
+    words: float
 
 
 class Exact(Store):
@@ -67,31 +79,84 @@ def pick(
 ) -> Pick:
     """Pick a scheme and a grid of `ranks` ranks, for each replica and stage of a configuration, on a described cluster.
 
+    Where the configuration's `chosen` has replicas, these too: the `ranks` ranks are then of a stage, and the grid has `dp`.
+
     A fixed number of grids (`PRICED`) is priced, so that the same configuration has the same pick everywhere: their steps are
     traced at the micro-batch of the configuration, or read from the cache of cells, and replayed. Of equals it takes the fewest
-    words. `tell` is given a line for each file of cells that cannot be used.
+    words. What exceeds the memory of a rank is left out, if anything does not. `tell` is given a line for each file of cells that
+    cannot be used.
 
     Raises GridError where no grid fits.
     """
-    found = ranked(config.model, config.rows, ranks, schemes, config.regather, config.vectors)
+    found = candidates(config, ranks, schemes)
+    chosen = {} if REPLICAS not in config.chosen else {"dp": found[0].config.grid.dp}
     if len(found) == 1:
-        return Pick(found[0].scheme, found[0].grid, None, cluster.name, 0, 1)
+        return Pick(found[0].choice.scheme, {**found[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
     times, priced = Times(cluster, Exact(tell)), []
     for one in shortened(found):
+        plan = plan_of(one.config, one.choice, cluster)
         try:
-            priced.append((times.seconds(plan_of(config, one, cluster)), one))
+            priced.append((times.seconds(plan), memory(plan, *times.store.cells(plan.inner, plan.units)).total, one))
         except (LayoutError, GridError):  # some ragged sizes fit a scheme's layers, and not the planner
             continue
-    fastest = min(seconds for seconds, _ in priced)
-    seconds, best = next(pair for pair in priced if pair[0] <= EQUAL * fastest)
-    return Pick(best.scheme, best.grid, seconds, cluster.name, len(priced), len(found))
+    fewest = max(cluster["device.memory"], min(held for _, held, _ in priced))
+    fitting = [one for one in priced if one[1] <= fewest]
+    fastest = min(seconds for seconds, *_ in fitting)
+    seconds, _, best = next(one for one in fitting if one[0] <= EQUAL * fastest)
+    grid = best.choice.grid | ({"dp": best.config.grid.dp} if chosen else {})
+    assumed = all(number.source == "assumed" for key, number in cluster.numbers.items() if key.startswith("peak."))
+    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(found), assumed)
 
 
-def shortened(found: Sequence[SchemeChoice]) -> list[SchemeChoice]:
-    """PRICED choices in the order of their words: the first of each family, then others; each program once."""
-    ordered = sorted(found, key=lambda one: one.words)
-    ordered = [one for one in ordered if not SCHEME_SPECS[one.scheme].repeats({"x": 1, "y": 1, "z": 1, **one.grid})] or ordered
-    first = {family_of(one.scheme, {"z": 1, **one.grid}): one for one in reversed(ordered)}.values()
+def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridCandidate]:
+    """Every scheme on every grid that fits, of the configuration's replicas, or of all numbers of them that may be chosen.
+
+    Raises GridError, as `ranked` does for the fewest replicas, where none fits.
+    """
+    every, found, refused = [config.grid.dp], [], None
+    if REPLICAS in config.chosen:
+        every = [dp for dp in divisors(ranks) if config.train.micro_batch % dp == 0]
+    for dp in every:
+        own = replace(config, grid=replace(config.grid, dp=dp))
+        inner = ranks * config.grid.dp // dp
+        try:
+            fitting = ranked(own.model, own.rows, inner, schemes, own.regather, own.vectors)
+        except GridError as error:
+            refused = refused or error
+            continue
+        found += [GridCandidate(own, one, own.train.accumulate * one.words + words_of_replicas(own, inner)) for one in fitting]
+    if not found:
+        raise refused or GridError(f"no number of replicas fits {ranks} ranks.")
+    return found
+
+
+def words_of_replicas(config: Config, inner: int) -> float:
+    """The words that a rank of `inner` ranks receives in a step in sums of its matrices' gradients and gathers of its matrices.
+
+    About, where zero is 3, which gathers a table as often as it is used.
+    """
+    model, dp, many = config.model, config.grid.dp, config.train.accumulate
+    elements = model.layers * sum(rows * columns for rows, columns in model.matrices) + model.vocabulary * model.hidden
+    each = {2: (many + 1) / 2, 3: 3 * many / 2}.get(config.replicas.zero, 1.0)
+    return each * 2 * (dp - 1) / dp * elements / inner / config.grid.pp
+
+
+def shortened(found: Sequence[GridCandidate]) -> list[GridCandidate]:
+    """PRICED candidates in the order of their words: the first of each family, and of replicas alone, then others.
+
+    Each program is there once.
+    """
+
+    def family(one: GridCandidate) -> str:
+        alone = one.config.grid.dp > 1 and prod(one.choice.grid.values()) == 1
+        return REPLICAS if alone else family_of(one.choice.scheme, {"z": 1, **one.choice.grid})
+
+    def once(one: GridCandidate) -> bool:
+        return not SCHEME_SPECS[one.choice.scheme].repeats({"x": 1, "y": 1, "z": 1, **one.choice.grid})
+
+    several = {one.config.grid.dp for one in found if once(one)}  # replicas of which a scheme is there that others repeat
+    ordered = sorted((one for one in found if once(one) or one.config.grid.dp not in several), key=lambda one: one.words)
+    first = {family(one): one for one in reversed(ordered)}.values()
     others = [one for one in ordered if one not in first]
     kept = [*first, *others[: PRICED - len(first)]]
     return [one for one in ordered if one in kept]

@@ -23,7 +23,9 @@ from ..parallel.schedule import rule_of, split_layers
 from . import toml
 
 SCHEMES = tuple(SCHEME_SPECS)
-CHOSEN = ("", "grid", "scheme and grid")
+CHOSEN = ("", "grid", "scheme and grid", "grid and replicas", "scheme, grid and replicas")
+REPLICAS = "replicas"
+"""The word of CHOSEN that has grid.dp among what is chosen."""
 RECOMPUTE = ("none", "selective", "full")
 SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
@@ -435,7 +437,10 @@ def _vocabulary_of(path: str) -> int:
 
 
 Choose = Callable[["Config", int, Sequence[str]], tuple[str, dict[str, int]]]
-"""A configuration, a number of ranks and the schemes to choose from → a scheme and the sizes of its grid."""
+"""A configuration, a number of ranks and the schemes to choose from → a scheme and the sizes of its grid.
+
+`chosen` of the configuration says what is to be chosen; where it has REPLICAS, the sizes may have `dp`.
+"""
 
 
 @dataclass(frozen=True)
@@ -459,8 +464,8 @@ class Config:
         Other schemes keep parts as it is
     overlap : communication that is in flight during computation (`nn.overlap`)
     transport : transport of device arrays between ranks; "auto" leaves the choice to SUMMA3D_TRANSPORT, else to the library
-    chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid" or "scheme
-        and grid"
+    chosen : what `summa3d train` has chosen for its number of ranks, and chooses again for another one: "", "grid", "scheme and
+        grid", "grid and replicas" or "scheme, grid and replicas"
     device : "cpu" or "cuda"; None takes SUMMA3D_DEVICE, else cpu
     tf32 : whether a device may round the operands of float32 products to TF32 (11 significant bits)
 
@@ -613,15 +618,17 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
 def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose) -> Config:
     """Read a configuration as `load`; where no size of the grid is given, `choose` names one for this number of ranks.
 
-    A scheme that is given stays. What an earlier run has chosen stays on as many ranks, and is chosen again on others, and where
-    replicas or stages change what is left for it.
+    A scheme that is given stays, and so do replicas. What an earlier run has chosen stays on as many ranks, and is chosen again
+    on others, and where replicas or stages change what is left for it.
     """
     table, changed = read_table(source), read_table(source)
     toml.override(Config, changed, assignments)
     given = {one.partition("=")[0].strip() for one in assignments}
     if table.get("chosen") and (given & {"scheme", *SIZES} or prod(from_table(changed).grid.axes.values()) != ranks):
-        table["grid"] = {key: value for key, value in table["grid"].items() if f"grid.{key}" not in SIZES}
-        if table.pop("chosen") == CHOSEN[2] and not given & SIZES:
+        before = table.pop("chosen")
+        again = SIZES | ({"grid.dp"} if REPLICAS in before else set())
+        table["grid"] = {key: value for key, value in table["grid"].items() if f"grid.{key}" not in again}
+        if "scheme" in before and not given & SIZES:
             table.pop("scheme", None)
     toml.override(Config, table, assignments)
     config = from_table(table)
@@ -633,9 +640,11 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
             f"{ranks} rank(s) cannot be divided into {outer} equal parts (grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
             f"Numbers of ranks that fit: {', '.join(str(outer * many) for many in (ranks // outer, ranks // outer + 1) if many)}."
         )
-    name, sizes = choose(config, ranks // outer, SCHEMES if free else (config.scheme,))
+    kinds = CHOSEN[1 + free], CHOSEN[3 + free]
+    asked = replace(config, chosen=kinds["dp" not in table.get("grid", {})])
+    name, sizes = choose(asked, ranks // outer, SCHEMES if free else (config.scheme,))
     grid = toml.build(GridConfig, {**toml.dump(config.grid), **sizes}, "grid.")
-    return replace(config, scheme=name, grid=grid, chosen=CHOSEN[1 + free])
+    return replace(config, scheme=name, grid=grid, chosen=kinds["dp" in sizes])
 
 
 def from_table(table: dict[str, Any]) -> Config:

@@ -196,6 +196,27 @@ def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
         config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], picker("train"))
 
 
+def test_replicas_that_were_chosen_are_chosen_again_and_those_that_were_given_stay(tmp_path: Path) -> None:
+    def choose(asked: config.Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
+        free = "replicas" in asked.chosen
+        return "cuboid", {"x": ranks // 2, "dp": 2} if free else {"x": ranks}
+
+    def loaded(ranks: int, source: str, *assignments: str) -> tuple[str, str]:
+        found = config.load_for(ranks, source, assignments, choose)
+        config.write(config.to_table(found), tmp_path / "run.toml")
+        return str(found.grid), found.chosen
+
+    run = str(tmp_path / "run.toml")
+    assert loaded(4, "demo") == ("x=2,y=1,z=1,dp=2", "scheme, grid and replicas")
+    assert loaded(4, run, "train.steps=9") == ("x=2,y=1,z=1,dp=2", "scheme, grid and replicas")
+    assert loaded(6, run) == ("x=3,y=1,z=1,dp=2", "scheme, grid and replicas")
+    assert loaded(6, run, "grid.dp=3") == ("x=2,y=1,z=1,dp=3", "scheme and grid")
+    assert loaded(12, run) == ("x=4,y=1,z=1,dp=3", "scheme and grid")  # given once, they stay
+    assert loaded(4, "demo", "scheme=cuboid") == ("x=2,y=1,z=1,dp=2", "grid and replicas")
+    assert loaded(8, run) == ("x=4,y=1,z=1,dp=2", "grid and replicas")
+    assert loaded(8, run, "grid.x=8") == ("x=8,y=1,z=1", "")  # where some sizes are given, the others are 1
+
+
 @pytest.mark.parametrize(
     ("assignments", "words"),
     [

@@ -5,26 +5,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...cluster import write as write_cluster
+from ...errors import ConfigError, DataError
 from ...interpreter import spawns_safely
 from ...node_support import affinity
+from ...train.config import Config
 from ..questions import training, training_text
+from ..refit import Refit, refit
 from .export import export
-from .find import find_plans
+from .find import Plans, find_plans
 from .memory import memory
 from .plans import Plan, Space, columns, refused
 from .search import PlanSearch, Priced, Tell
 
 GIB = 2**30
+Measure = Callable[[Sequence[Config], int], Sequence[Sequence[float]]]
+"""Configurations, and the bytes of their fullest rank → the seconds of each measured step of each."""
 
 
-def run(args: argparse.Namespace) -> int:
-    """Search, and print what was found; returns the exit status. Raises ConfigError and ClusterError for what cannot be."""
+def run(args: argparse.Namespace, measure: Measure | None = None) -> int:
+    """Search, and print what was found; returns the exit status. Raises ConfigError and ClusterError for what cannot be.
+
+    measure : runs the first plans (`--try`).
+    """
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1.")
     if args.explain is not None and args.explain < 1:
@@ -42,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             limit=args.limit,
             memory=args.memory,
             era=args.era,
-            top=max(args.top, args.explain or 0),
+            top=max(args.top, args.explain or 0, args.tries or 0),
             processes=cores if cores > 1 and spawns_safely() else 0,
             say=lambda line: print(f"summa3d plan: {line}", file=sys.stderr),
             tell=tell,
@@ -54,9 +63,11 @@ def run(args: argparse.Namespace) -> int:
     if args.tokens is not None:
         trained = training(plans.seconds, args.ranks, args.step_tokens, args.tokens, args.price)
     explained = None if args.explain is None else plans.explain(args.explain)
+    tried = None if measure is None else try_plans(plans, args.tries, measure)
     if args.json:
         priced = {} if rule is None else {"rule": {"plan": str(rule.plan), "seconds": rule.seconds}}
-        print(json.dumps({**plans.as_json(), **priced, **({"training": trained} if trained else {})}))
+        measured = {} if tried is None else {"try": tried.as_json()}
+        print(json.dumps({**plans.as_json(), **priced, **({"training": trained} if trained else {}), **measured}))
     else:
         print(plans)
         if rule is not None:
@@ -65,6 +76,8 @@ def run(args: argparse.Namespace) -> int:
             print(training_text(trained))
         if explained is not None:
             print("\n".join(explained))
+        if tried is not None:
+            print("\n".join(["", *tried.as_text()]))
     if args.write is not None:
         held = export(args.write, plans.best, plans.seconds, plans.asked.config, found.cluster, plans.as_json()["plans"][0])
         more = "" if held["peak"] <= found.limit else f", which is more than {found.limit / GIB:.1f}"
@@ -72,7 +85,26 @@ def run(args: argparse.Namespace) -> int:
             f"written: {args.write}/plan.toml, job.sh, plan.json; a dry run has {held['peak'] / GIB:.2f} GiB{more}",
             file=sys.stderr,
         )
+        if tried is not None:
+            write_refit(tried, args.write / "cluster.toml")
     return 0
+
+
+def try_plans(plans: Plans, many: int, measure: Measure) -> Refit:
+    """Run the first plans, and refit the cluster to what they took."""
+    best = plans.found.best[:many]
+    peak = max(one.memory.total for one in best)
+    return refit(plans, measure([plans.config(place) for place in range(len(best))], peak))
+
+
+def write_refit(tried: Refit, file: Path) -> None:
+    """Write the refitted cluster. Raises DataError where the file cannot be written."""
+    about = f"{tried.before.name} with numbers refitted to {len(tried.plans)} plans that were run: summa3d plan --try"
+    try:
+        write_cluster(tried.after, file, about)
+    except OSError as error:
+        raise DataError(f"{file} cannot be written: {error}") from None
+    print(f"written: {file}; --cluster {file} plans by it", file=sys.stderr)
 
 
 def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
