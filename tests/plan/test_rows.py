@@ -206,6 +206,19 @@ def test_products_in_eight_bits_cost_their_own_rate_and_their_casts(tmp_path: Pa
     assert any("no peak.float8" in remark for remark in ampere.remarks) and not ampere.given["eight_bits"]
 
 
+def test_a_gpt_may_share_heads_of_k_and_v(tmp_path: Path) -> None:
+    """Nemotron: of the first product's 3h columns h + 2·h·kv/a are left, and as many parameters and bytes."""
+    gpt = {**MODEL, "family": "nemotron"}
+    (few,), (all_heads,) = (read(tmp_path, {"model": {**gpt, "kv_heads": heads}}) for heads in (2, 16))
+
+    def qkv(row: rows.MeasuredStep) -> int:
+        return sum(op.flops for way in step(row.given).cells[BLOCK] for op in way if op.layer.endswith("attention.qkv"))
+
+    assert qkv(few) / qkv(all_heads) == pytest.approx((1 + 2 * 2 / 16) / 3)
+    assert few.flops < all_heads.flops and bytes_of(few.given) < bytes_of(all_heads.given)
+    assert seconds(tmp_path, model={**gpt, "kv_heads": 2}) < seconds(tmp_path, model={**gpt, "kv_heads": 16})
+
+
 def test_masters_cut_over_a_nodes_replicas_are_gathered_inside_it(tmp_path: Path) -> None:
     """InternEvo gathers updated parameters after the step: over its `zero_size` neighbours, whose links are a node's."""
     changes = {
@@ -350,7 +363,7 @@ def test_the_stored_bands_are_those_of_the_rows() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "near", "spearman"), [("dgxc", 0.07, 0.8), ("others", 0.12, 0.75)])
+@pytest.mark.parametrize(("name", "near", "spearman"), [("dgxc", 0.04, 0.9), ("others", 0.08, 0.75)])
 def test_rows_of_programs_seen_after_the_fits_are_near(name: str, near: float, spearman: float) -> None:
     """Ninety rows of NeMo, MaxText and Paxml, and 54 of InternEvo, IBM and torchtitan, the latter with printed gigabytes."""
     result = judge.judged(rows.read(PUBLISHED / f"{name}.json"))

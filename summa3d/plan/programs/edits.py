@@ -162,6 +162,20 @@ def in_contexts(contexts: int) -> Edit:
     return longer
 
 
+def grouped(whole: int, cut: int) -> Edit:
+    """A GPT whose heads of k and v are fewer: its first product has `cut` columns, in place of `whole`."""
+
+    @of_each_trace
+    def narrower(trace: OpTrace) -> Iterable[Op]:
+        for op in trace:
+            if op.kind == "product" and op.layer.endswith("attention.qkv"):
+                m, n, k = (cut if size == whole else size for size in (op.m, op.n, op.k))
+                op = op._replace(m=m, n=n, k=k)
+            yield op
+
+    return narrower
+
+
 def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:
     """A cell without the element-wise operations of these names in a layer."""
 

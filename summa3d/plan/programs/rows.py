@@ -33,7 +33,10 @@ EIGHT = ("fp8", "float8", "mxfp8")
 """How dtypes begin whose products of blocks run in 8 bits."""
 SINGLE = ("fp32", "float32", "tf32")
 """How dtypes begin whose products run as TF32, at half the rate of those in 16 bits."""
-FAMILIES = {"llama": "llama", "mistral": "llama", "qwen": "llama", "gemma": "llama", "gpt": "gpt2", "bert": "bert", "mpt": "gpt2"}
+FAMILIES = {
+    **{"llama": "llama", "mistral": "llama", "qwen": "llama", "gemma": "llama", "bert": "bert"},
+    **dict.fromkeys(("gpt", "mpt", "nemotron"), "gpt2"),
+}
 """How a family's name begins → the family whose block has as many products."""
 
 
@@ -158,8 +161,6 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         "dropout": 0.0,
         "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
     }
-    if family != "llama":
-        given.pop("kv_heads", None)
     if model.get("top_k"):
         given["ffn"] = model["top_k"] * (model.get("ffn") or 4 * model["hidden"])
         remarks.append(f"experts are priced as a feed-forward of {model['top_k']} times the width")
