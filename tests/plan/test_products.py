@@ -48,6 +48,7 @@ def test_layouts_alone_give_the_words_and_the_products_of_the_closed_forms(kind:
     mean, one = algorithm_of(plan).mean(form, M, N, K, grid), LaidOutProduct(plan)
     assert words(plan, grid) == pytest.approx(float(mean.words), rel=1e-12)
     assert one.count(grid) <= mean.products and (one.count(grid) == 1) == (mean.products == 1)
+    assert one.count(grid) == (max(grid["x"], grid["y"]) if mean.products > 1 else 1)
     m, n, k = one.local(grid, M)
     assert m * n * k * one.count(grid) == pytest.approx(float(mean.m * mean.n * mean.k) * mean.products, rel=1e-12)
     if kind in (SummaPlan, TesseractPlan):
@@ -56,6 +57,12 @@ def test_layouts_alone_give_the_words_and_the_products_of_the_closed_forms(kind:
             wanted = algorithm_of(found).mean(found.form, found.m, found.n, found.k, grid)
             gathered = sum(words for other in others for _, words in one.gathered(other, grid, M))
             assert gathered + sum(words for *_, words in one.summed(operand, grid, M)) == pytest.approx(float(wanted.words))
+
+
+def test_an_operand_that_one_layout_alone_splits_is_gathered_whole() -> None:
+    one = LaidOutProduct(OnedColumnPlan("nn", M, N, K, "y", sequence=True))
+    assert (one.gathers, one.count({"y": 7}), one.local({"y": 7}, M)) == (True, 1, (M, N / 7, K))
+    assert [*one.gathered(A, {"y": 7}, M)] == [("y", 6 * M * K / 7)]
 
 
 def turned(monkeypatch: pytest.MonkeyPatch) -> str:
