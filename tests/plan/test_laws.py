@@ -12,9 +12,11 @@ import pytest
 from summa3d.cluster import load
 from summa3d.dry.record import ENTER, LEAVE
 from summa3d.nn.config import ModelConfig
-from summa3d.nn.schemes.products import B
+from summa3d.nn.schemes.products import A, B
 from summa3d.parallel.schedule import is_split
+from summa3d.plan.cells import BLOCK
 from summa3d.plan.predict import Durations
+from summa3d.plan.search.bounds import moved
 from summa3d.plan.search.cells import StageGrid
 from summa3d.plan.search.memory import memory, summed
 from summa3d.plan.search.plans import Era, Plan, Space, is_possible, tiles
@@ -78,6 +80,24 @@ WORSE = (
 )
 
 
+@pytest.mark.parametrize(("scheme", "unit", "axes"), [GRIDS[place] for place in (0, 2, 3, 4, 6)])
+def test_what_a_bound_moves_is_what_a_block_moves_but_for_sums_that_may_hide(
+    store: Store, scheme: str, unit: int, axes: dict[str, int]
+) -> None:
+    inner = inner_of(scheme, unit, axes, "none", 1, False)
+    tokens, found, bound = 2 * unit * MODEL.sequence, dict.fromkeys(inner.shape, 0.0), dict.fromkeys(inner.shape, 0.0)
+    for op in (op for way in ("F", "B") for op in store.cells(inner, 2)[0].trace(BLOCK, way, 2) if op.axis in found):
+        if op.name != "all_reduce" or op.words > 10 * tokens:  # norms sum less
+            size = inner.shape[op.axis]
+            found[op.axis] += op.words * ((size - 1) / size if op.name == "broadcast" else 1)
+    for one in moved(inner, inner.shape, tokens):
+        bound[one.axis] += one.size / (4 if one.name in ("reduce", "all_reduce") else 2)
+    for product in (product for product in inner.products if not product.panels):
+        for axis, _, words in product.summed(A, inner.shape, tokens):
+            bound[axis] += words
+    assert bound == found and any(found.values())
+
+
 @pytest.mark.parametrize("many", FEW)
 @pytest.mark.parametrize("change", WORSE)
 def test_a_lesser_cluster_makes_no_plan_faster(store: Store, change: dict[str, float], many: int) -> None:
@@ -103,7 +123,7 @@ def test_the_closed_form_of_a_pipeline_is_its_simulation_where_its_stages_are_al
     times = Times(CLUSTER, store)
     for plan in plans(many):
         step, simulated = times.step(plan), times.seconds(plan)
-        assert times.closed(plan) == pytest.approx(simulated, rel=0.05 if plan.pp > 1 else 1e-12), plan
+        assert times.closed(plan) == pytest.approx(simulated, rel=0.07 if plan.pp > 1 else 1e-12), plan
         bare = [{**of, ENTER: 0.0, LEAVE: 0.0} for of in (step.parts.forward, step.parts.backward, step.parts.weights)]
         parts = Durations(bare[0], bare[1], 0.0, 0.0, bare[2])
         alike = replace(step, parts=parts)
