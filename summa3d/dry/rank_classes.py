@@ -20,19 +20,20 @@ def classes(setting: Setting) -> dict[int, int]:
     have the same shapes, if they own the same root-only blocks, and if the same axes lie inside their nodes. The bytes of a class
     are equal; its words may differ where a collective's parts are uneven.
     """
-    return {ranks[0]: len(ranks) for ranks in _classes(setting).values()}
+    return {ranks[0]: len(ranks) for ranks in _classes(setting, Training()).values()}
 
 
 def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryStep]]:
     """The first rank of each class, the number of its ranks, and its step.
 
-    Ranks that differ in the order of their program alone are traced once; what replicas share is traced for each part of it.
+    Ranks that differ in the order of their program alone are traced once; what replicas share is traced for each part of it, and
+    so is the end of a step where ranks differ by it (`Training.shares`).
     Raises LayoutError, GridError and ConfigError where the run itself would.
     """
     whole: dict[object, Rank] = {}
     traced: dict[object, Rank] = {}
     programs: dict[int, list[OpKey]] = {}
-    for (stage, inner, shares), ranks in _classes(setting).items():
+    for (stage, inner, shares), ranks in _classes(setting, training).items():
         kind = tuple(kinds_of(stage, setting.stages)), inner
         if (kind, shares) not in traced:
             traced[kind, shares] = Rank.traced(replace(setting, rank=ranks[0]), training, whole.get(kind))
@@ -44,7 +45,7 @@ def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryS
         yield ranks[0], len(ranks), rank.step(programs[stage])
 
 
-def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
+def _classes(setting: Setting, training: Training) -> dict[tuple[int, object, object], list[int]]:
     """The ranks of each class by their rank of the pipeline, what else forwards differ by, and their parts of what is shared."""
     topology, scheme = setting.topology, setting.layouts
     shape, replicas = topology.shape, replica_axes(topology.shape)
@@ -65,7 +66,8 @@ def _classes(setting: Setting) -> dict[tuple[int, object, object], list[int]]:
         at = topology.coordinates_of(rank)
         first = tuple(at[axis] == 0 for axis in scheme.residual.dims[1])
         inner = blocks(layouts, at), first, _inside(topology, at, setting.ranks_per_node)
-        ranks.setdefault((at.get("pp", 0), inner, blocks(shares, at)), []).append(rank)
+        own = blocks(shares, at), training.shares(setting, rank)
+        ranks.setdefault((at.get("pp", 0), inner, own), []).append(rank)
     return ranks
 
 

@@ -121,11 +121,13 @@ class Training:
 
     weights : (model, states of its parameters) → a context in which layers compute with other weights, such as 16-bit copies.
     optimizer : the pipeline, and the states of the parameters that its rank holds → the end of a step. Without one, gradients are
-    not summed over replicas.
+    not summed over replicas. shares : (setting, rank) → what else ranks may differ by behind the last backward, such as the
+    matrices that a rank alone orthogonalises.
     """
 
     weights: Callable[[Model, Sequence[ParameterState]], AbstractContextManager[None]] = lambda model, states: nullcontext()
     optimizer: Callable[[Pipeline, Sequence[ParameterState]], Ending] | None = None
+    shares: Callable[[Setting, int], object] = lambda setting, rank: None
 
 
 class OpKey(NamedTuple):

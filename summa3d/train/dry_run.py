@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..comm.device.select import requested_device
+from ..comm.grid import Place
 from ..dry.rank_classes import steps
 from ..dry.step import DryStep, Ending, Setting, Training
 from ..errors import ConfigError
 from ..files import grid_of
 from ..nn.config import ModelConfig
+from ..nn.context import scheme
 from ..nn.gradients import norm_and_votes
+from ..nn.models.registry import build
+from ..nn.muon.matrices import LogicalMatrix, matrices_of
+from ..nn.muon.newton_schulz import NewtonSchulz
+from ..nn.muon.owners import dealt
 from ..node_support import why_no_node_memory
 from ..parallel.pipeline import Pipeline
-from ..parallel.states import ParameterState
+from ..parallel.states import ParameterState, named_parameters
 from ..table import Column, Table
 from . import toml
 from .checkpoint.folder import own_blocks
 from .config import Config, at_least, from_table, master_dtype, numbers_of, read_table, to_table
 from .loop import total
-from .optimizer import new_optimizer
+from .optimizer import MUON_MOMENTS, moments_of, new_optimizer
 from .precision import torch_dtype, working_weights
 
 MEBI, GIGA = 1 << 20, 1e9
@@ -285,7 +294,44 @@ def training_of(config: Config) -> Training:
         on_host = requested_device(config.device) == "cpu"
         return Ending(update, sum(moments), written, written if config.train.copies_checkpoints and on_host else 0)
 
-    return Training(lambda model, states: working_weights(model, states, torch_dtype(config.dtype)), optimizer)
+    shares = MatrixShares(config).of if config.train.optimizer == "muon" else Training.shares
+    return Training(lambda model, states: working_weights(model, states, torch_dtype(config.dtype)), optimizer, shares)
+
+
+class MatrixShares:
+    """The shapes of the matrices that each rank orthogonalises with train.optimizer = "muon"."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._dealt = cache(self._of_stage)
+
+    def of(self, setting: Setting, rank: int) -> tuple[tuple[int, int], ...]:
+        """The shapes of a rank's matrices, ascending."""
+        at, shape = setting.topology.coordinates_of(rank), setting.topology.shape
+        layers, stages = setting.model.layers, setting.stages
+        if stages is not None:
+            layers = sum(many for many, home in zip(stages.layers, stages.homes, strict=True) if home == at["pp"])
+        axes = [axis for axis in shape if axis != "pp"]
+        member = sum(at[axis] * prod(shape[inner] for inner in axes[place + 1 :]) for place, axis in enumerate(axes))
+        return self._dealt(layers, prod(shape[axis] for axis in axes))[member]
+
+    def _of_stage(self, layers: int, members: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The shapes of each member of a stage of so many layers."""
+        shapes = layers * [matrix.shape for matrix in self._of_block]
+        how = NewtonSchulz(steps=self._config.train.muon.steps)
+        owners = dealt([how.flops(*shape) for shape in shapes], members)
+        mine: list[list[tuple[int, int]]] = [[] for _ in range(members)]
+        for shape, owner in zip(shapes, owners, strict=True):
+            mine[owner].append(shape)
+        return tuple(tuple(sorted(one)) for one in mine)
+
+    @cached_property
+    def _of_block(self) -> list[LogicalMatrix]:
+        """The matrices of a block, in the order of its parameters."""
+        with torch.device("meta"):
+            model = build(replace(self._config.model, layers=1), scheme("serial", Place(dict.fromkeys("xyz", 1))))
+        hidden = [p for name, p in named_parameters(model) if moments_of(name, p.dim(), "muon") == MUON_MOMENTS]
+        return [matrix for p in hidden for matrix in matrices_of("", p.sharding, p.joined)]
 
 
 def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:

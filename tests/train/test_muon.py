@@ -216,3 +216,22 @@ def test_a_dry_run_counts_the_momentum_the_words_and_the_flops() -> None:
     products = 3 * (4 * flops(24, 24) + 2 * flops(24, 96))  # of all layers: q, k, v, out; up and down
     assert products / 2 <= muon["flops"] - adamw["flops"] < 0.6 * products
     assert muon["words"]["optimizer"]["x·y·z"] - adamw["words"]["optimizer"]["x·y·z"] == hidden / 2
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        {"scheme": "cuboid", "grid__y": 2, "grid__z": 2, "model__layers": 1},
+        {"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 3},
+        {"scheme": "oned", "grid__y": 2, "grid__dp": 2, "replicas__zero": 2, "train__accumulate": 2, **LLAMA},
+    ],
+)
+def test_the_report_of_a_dry_run_knows_ranks_that_own_more_matrices_than_others(grid: dict[str, Any]) -> None:
+    """The fullest rank, the mean of all, and the flops are those of runs of each rank by itself."""
+    config = small_config("stdlib", train__optimizer="muon", train__checkpoint_every=0, **grid)
+    steps = [run_dry(setting_of(config, rank), training_of(config)) for rank in range(4)]
+    found, peaks = predict(config, 1), [step.peak for step in steps]
+    assert found["peak"] == max(peaks) and found["fullest_rank"] == peaks.index(max(peaks))
+    assert found["mean_bytes"]["peak"] == sum(peaks) / 4
+    assert found["flops"] == steps[found["fullest_rank"]].operations()["product"]["flops"]
+    assert len({step.operations()["product"]["flops"] for step in steps}) > 1
