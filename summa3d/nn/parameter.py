@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import prod
+from math import nan, prod
 
 import torch
 from torch import nn
@@ -13,6 +13,9 @@ from ..files import LARGEST_WHOLE
 from ..layout.layout import Layout, Sharding
 from .context import Context
 from .random import key, normal_
+
+MOST = torch.finfo(torch.float32).max
+"""Of a first value's deviation, or the value: more is infinite in the dtypes of weights."""
 
 
 class ShardedParameter(nn.Parameter):
@@ -59,13 +62,17 @@ def new_parameter(
         raise ShapeError(f"A parameter's sizes are whole numbers, 1 or more; they are given as {shape}.")
     if prod(shape) > LARGEST_WHOLE:
         raise ShapeError(f"A parameter has at most 2^63 − 1 elements; its sizes are given as {shape}.")
-    if not hasattr(initial[1], "__float__"):
-        raise ConfigError(f"A parameter's first values have a number as their deviation; it is given as {initial[1]!r}.")
+    try:
+        value = float(initial[1])
+    except (TypeError, ValueError, OverflowError):
+        value = nan
+    if not -MOST <= value <= MOST:
+        raise ConfigError(f"A parameter's first values have a finite number as their deviation; it is given as {initial[1]!r}.")
     if not getattr(dtype, "is_floating_point", False):
         raise ConfigError(f"A parameter has one of torch's floating-point dtypes; it was given {dtype!r}.")
     sharding = Sharding(layout.held_at(dict(context.at)), shape)
     parameter = ShardedParameter(torch.full(sharding.local_shape(context.whole), torch.nan, dtype=dtype))
-    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, context.whole, decay, initial
+    parameter.sharding, parameter.grid, parameter.decay, parameter.initial = sharding, context.whole, decay, (initial[0], value)
     return parameter
 
 

@@ -8,6 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from summa3d.errors import ConfigError
+from summa3d.nn import Linear, scheme
 from summa3d.nn.random import bits, keep_mask, key, normal_
 
 
@@ -25,6 +27,12 @@ def test_a_block_holds_the_numbers_of_its_global_elements(shape, cuts, first):
     stream = key(3, "weight")
     slices = tuple(slice(round(min(cut) * n), round(max(cut) * n)) for n, cut in zip(shape, cuts, strict=False))
     assert np.array_equal(bits(stream, shape, slices, first), bits(stream, shape, whole(shape), first)[slices])
+
+
+@pytest.mark.parametrize("std", ["much", None, np.zeros(2), float("nan"), float("inf"), 10**400, -(2**200)], ids=str)
+def test_a_deviation_is_a_finite_number(std):
+    with pytest.raises(ConfigError, match="a finite number as their deviation"):
+        Linear(3, 5, scheme("serial"), std=std)
 
 
 def test_wide_rows_are_drawn_one_by_one_and_hold_the_same_numbers():
