@@ -130,10 +130,14 @@ def in_eight_bits(trace: OpTrace) -> Iterable[Op]:
         yield op
 
 
+def recomputed(cell: Cell, again: Iterable[Op]) -> Cell:
+    """A cell that takes these operations of its forward again before its backward."""
+    return cell._replace(backward=(*(op._replace(phase="recompute") for op in again), *cell.backward))
+
+
 def core_again(cell: Cell) -> Cell:
     """Fused attention is computed again before its backward, in place of keeping its output."""
-    core = [op._replace(phase="recompute") for op in cell.forward if op.name == "attention"]
-    return cell._replace(backward=(*core, *cell.backward))
+    return recomputed(cell, (op for op in cell.forward if op.name == "attention"))
 
 
 def all_but_qkv_again(cell: Cell) -> Cell:
@@ -142,14 +146,14 @@ def all_but_qkv_again(cell: Cell) -> Cell:
     if not any(op.name == "attention" for op in products):
         return cell
     again = [*products[1:-1], *(op for op in cell.forward if op.kind == "elements")]
-    return cell._replace(backward=(*(op._replace(phase="recompute") for op in again), *cell.backward))
+    return recomputed(cell, again)
 
 
 def half_again(cell: Cell) -> Cell:
     """Every second product is computed again, and all element-wise work: torchtitan's selective checkpoints."""
     products = [op for op in cell.forward if op.kind == "product" and op.name != "attention"]
     again = [*products[1::2], *(op for op in cell.forward if op.kind == "elements")]
-    return cell._replace(backward=(*(op._replace(phase="recompute") for op in again), *cell.backward))
+    return recomputed(cell, again)
 
 
 def in_contexts(contexts: int) -> Edit:

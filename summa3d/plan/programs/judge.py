@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import Summa3dError
 from .bands import band_of
-from .memory import bytes_of
+from .memory import RESERVE, bytes_of
 from .rows import MeasuredStep
 from .step import step
 
@@ -48,7 +48,7 @@ def _line(row: MeasuredStep) -> dict[str, Any]:
     line |= {"utilisation": row.utilisation(row.seconds), "predicted_utilisation": row.utilisation(predicted)}
     tokens = row.given["batch"] * row.given["sequence"] / row.given["gpus"]
     line |= {"tokens_s_gpu": tokens / row.seconds, "predicted_tokens_s_gpu": tokens / predicted}
-    line |= {"memory": row.memory or None, "predicted_memory": memory, "predicted_allocated": bytes_of(row.given, 0.0)}
+    line |= {"memory": row.memory or None, "predicted_memory": memory, "predicted_allocated": memory - RESERVE}
     return line | {"remarks": list(row.remarks)}
 
 

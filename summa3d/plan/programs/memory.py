@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from math import inf
 from typing import Any
 
-from ...dry.record import ENTER, LEAVE, Op
+from ...dry.record import ENTER, LEAVE
 from ...dry.step import Setting, run
 from ..cells import BLOCK, cells
 from .programs import PROGRAMS
@@ -18,27 +18,26 @@ FRAGMENTS = 1.06
 """What an allocator takes over what tensors hold."""
 
 
-def bytes_of(given: Mapping[str, Any], reserve: float = RESERVE) -> float:
+def bytes_of(given: Mapping[str, Any]) -> float:
     """The bytes of the first stage of a row, as `step.step` takes it: weights, sums of gradients, masters and moments.
 
     With shards (ZeRO-3, FSDP) all are cut, and one block is whole twice: its weights and the next's. With zero 1 masters and
     moments are cut over replicas and contexts. Activations are those that the dry run holds of a block, for the micro-batches in
-    flight. reserve : what no allocator knows of, and printed gigabytes lack.
+    flight. RESERVE is what no allocator knows of, and printed gigabytes lack.
     """
     program = PROGRAMS[given["profile"]]
     tp, pp, chunks, shards = given["tp"], given["pp"], given.get("chunks", 1), given.get("shards", 1)
     layers = max(stage_layers(given["layers"], pp * chunks, given.get("slots", 0))) * chunks
     block = block_parameters(given) / tp
     held = block * layers + (2 if pp == 1 else 1) * given["vocabulary"] * given["hidden"] / tp
-    copies = owners_of(given) * given.get("cp", 1) if given.get("zero", 0) else 1
-    states = held / shards * (program.kept + 12 / copies) + (2 * 2 * 2 * block if shards > 1 else 0)
+    states = held / shards * (program.kept + 12 / owners_of(given)) + (2 * 2 * 2 * block if shards > 1 else 0)
     held_by_block, of_enter, top_of_leave = _activations(setting(given))
     of_block = min(held_by_block, _kept(given))
     logits = given["micro_batch"] * given["sequence"] // given.get("cp", 1) * given["vocabulary"] // tp
     top_of_leave += logits * program.logits * (1 if on_of(given).get("compile") is not False else 2)
     flying = in_flight(pp, chunks, max(1, given["batch"] // (given["dp"] * shards * given["micro_batch"])))
     activations = flying * (layers * of_block + of_enter) + (top_of_leave if pp == 1 else 0)
-    return float(FRAGMENTS * (states + activations) + reserve)
+    return float(FRAGMENTS * (states + activations) + RESERVE)
 
 
 def _kept(given: Mapping[str, Any]) -> float:
@@ -53,12 +52,9 @@ def _kept(given: Mapping[str, Any]) -> float:
     again = {op._replace(phase="forward") for op in edit(block).backward if op.phase == "recompute"}
     if not any(op.kind == "elements" for op in again):
         return inf
-    results = sum(op.m * op.batch * (op.k if op.name == "attention" else op.n) for op in block.forward if _stays(op, again))
+    kept = [op for op in block.forward if op.kind == "product" and op not in again]
+    results = sum(op.m * op.batch * (op.k if op.name == "attention" else op.n) for op in kept)
     return 2.0 * (results + given["micro_batch"] * given["sequence"] // given.get("cp", 1) * given["hidden"])
-
-
-def _stays(op: Op, again: set[Op]) -> bool:
-    return op.kind == "product" and op not in again
 
 
 _known: dict[str, tuple[int, int, int]] = {}

@@ -30,10 +30,11 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
 
     May have chunks (1), recompute ("full"), cp (1), shards (1: of weights, gathered before use), switches, dropout (0.1).
     slots : layers' places in the pipeline that the embedding and the head take, one each. zero : 1, where each replica updates
-    a part of the parameters. scatter : whether messages of the pipeline travel in parts.
+    a part of the parameters, of all or of `zero_size` neighbours. eight_bits : whether blocks' products run in 8 bits. scatter :
+    whether messages of the pipeline travel in parts.
     """
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
-    cut = owners_of(given)
+    cut = neighbours_of(given)
     contexts, shards = given.get("cp", 1), given.get("shards", 1)
     on = on_of(given)
     stages = stage_layers(given["layers"], pp * chunks, given.get("slots", 0))
@@ -162,9 +163,14 @@ def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dic
     return found
 
 
-def owners_of(given: Mapping[str, Any]) -> int:
-    """The replicas over which masters and moments are cut: all, or `zero_size` neighbours, as those of a node."""
+def neighbours_of(given: Mapping[str, Any]) -> int:
+    """The replicas of dp over which masters and moments are cut: all, or `zero_size` neighbours, as those of a node."""
     return min(given.get("zero_size") or given["dp"], given["dp"]) if given.get("zero", 0) else 1
+
+
+def owners_of(given: Mapping[str, Any]) -> int:
+    """The ranks over which masters and moments are cut: such replicas, of each context; one without ZeRO."""
+    return neighbours_of(given) * given.get("cp", 1) if given.get("zero", 0) else 1
 
 
 def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
@@ -172,8 +178,8 @@ def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple
 
     Of replicas that cp makes too, sums go along all their axes.
     """
-    contexts, cut = given.get("cp", 1), owners_of(given)
-    copies, owners = given["dp"] * contexts, cut * contexts if given.get("zero", 0) else 1
+    contexts, owners = given.get("cp", 1), owners_of(given)
+    copies = given["dp"] * contexts
     sums, whole = "·".join(("cp",) * (contexts > 1) + ("zero", "dp")), "·".join(("cp",) * (contexts > 1) + ("zero",))
     words, late, early = held * (copies - 1) // copies, on.get("overlap_gradients"), on.get("overlap_parameters")
     update = optimizer(-(-held // owners))
