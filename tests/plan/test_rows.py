@@ -70,6 +70,12 @@ def test_what_is_no_file_of_rows_is_one_line(tmp_path: Path, text: str | None, s
         rows.read(file)
 
 
+@pytest.mark.parametrize("size", [3, 0, -8, 1.5, "8", True])
+def test_masters_are_cut_over_a_divisor_of_the_replicas(tmp_path: Path, size: object) -> None:
+    with pytest.raises(ConfigError, match=r"row 1: switches.zero_size = .* whole number .* divides dp 4: 1, 2, 4"):
+        read(tmp_path, {"switches": {"zero": 1, "zero_size": size}})
+
+
 def test_what_is_not_priced_is_said(tmp_path: Path) -> None:
     (row,) = read(tmp_path, {"program": "Shoggoth", "dtype": "fp8", "switches": {"userbuffers": True}, "grid": {"fsdp": 16}})
     assert row.program == "fsdp2" and len(row.remarks) == 2

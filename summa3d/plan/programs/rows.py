@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster, load
+from ...comm.topology import divisors
 from ...dtypes import EIGHT_BITS
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
@@ -167,7 +168,11 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
     zero = int(switches.get("zero", 1 if grid["shards"] == 1 else 3))
-    given |= {"zero": zero, "zero_size": switches.get("zero_size")}
+    size = switches.get("zero_size", grid["dp"])
+    if not (_is(size, int) and size >= 1 and grid["dp"] % size == 0):
+        fitting = ", ".join(map(str, divisors(grid["dp"])))
+        raise ConfigError(f"switches.zero_size = {size!r} is no whole number that divides dp {grid['dp']}: {fitting}.")
+    given |= {"zero": zero, "zero_size": size}
     if zero == 3 and given["shards"] == 1:
         given |= {"shards": given["dp"], "dp": 1}
     tokens = row["batch"] * row["sequence"]
