@@ -265,6 +265,18 @@ def test_what_a_program_computes_again_it_does_not_keep(tmp_path: Path) -> None:
     assert eager - compiled == pytest.approx(1.06 * 4 * logits)
 
 
+def test_maxtext_keeps_q_k_and_v_and_torchtitan_every_second_product(tmp_path: Path) -> None:
+    """MaxText keeps the first product of a block, and no backward needs its last; torchtitan keeps attention and up beside it."""
+    changes = {"grid": {"fsdp": 16}, "chunks": 1, "micro_batch": 4, "recompute": "selective"}
+    found = {program: read(tmp_path, {**changes, "program": program})[0] for program in ("fsdp2", "maxtext")}
+    block = step(found["maxtext"].given).cells[BLOCK]
+    again = [op.layer for op in block.backward if op.phase == "recompute" and op.kind == "product"]
+    assert again == [op.layer for op in block.forward if op.kind == "product"][1:-1]
+    tokens = 4 * 2048
+    more = MODEL["layers"] * 2 * tokens * (2 * MODEL["ffn"] + MODEL["hidden"]) + 4 * tokens * MODEL["vocabulary"]
+    assert bytes_of(found["fsdp2"].given) - bytes_of(found["maxtext"].given) == pytest.approx(1.06 * more)
+
+
 def test_states_fall_with_shards_and_activations_with_recomputation(tmp_path: Path) -> None:
     (plain,), (zero,), (full,) = (
         read(tmp_path, change) for change in ({"switches": {"zero": 0}}, {"switches": {"zero": 1}}, {"recompute": "full"})
