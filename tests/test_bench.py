@@ -101,6 +101,15 @@ def test_the_executors_overhead_is_that_of_its_operations(tmp_path):
     assert "at most 50 µs of Python an operation" in said.splitlines()[-1]
 
 
+def test_products_in_pieces_stand_beside_their_arithmetic_and_their_messages_alone():
+    command = [str(BENCH / "overlap_nodes.py"), "--on-ranks", "--case", "1", "--scale", "16", "--rate", "1e9", "--rounds", "1"]
+    ended = jobs.run(command, 2)
+    assert ended.status == 0, ended.stderr
+    row = json.loads(ended.stdout.splitlines()[-1])
+    assert set(row["seconds"]) == {"arithmetic", "messages", "1", "2", "4", "8", "16"}
+    assert row["predicted"]["1"] == pytest.approx(row["seconds"]["arithmetic"][0] + row["seconds"]["messages"][0])
+
+
 @pytest.mark.wide
 def test_a_step_on_eight_ranks_stands_beside_one_ranks(tmp_path):
     said = run("step.py", "--model", "tiny", "--rounds", "1", "--json", str(tmp_path / "step.json"))
