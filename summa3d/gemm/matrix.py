@@ -3,37 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..comm.convert import converted
-from ..comm.device.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype, quiet
+from ..comm.device.arrays import Array, array_problem, copy_into, empty, numpy_dtype
 from ..comm.grid import BaseGrid
-from ..errors import ConfigError, LayoutError, ShapeError
+from ..errors import ConfigError, ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import indices, redistribute, taken
-from . import describe, files, norms
-from .distributed import Distributed, check_kind, check_sizes
+from . import describe, files, norms, reductions
+from .distributed import check_sizes
+from .drawn import drawn
+from .elementwise import Elementwise, refused_operand
 from .matmul import matmul
 
 
-class DistMatrix(Distributed):
+class DistMatrix(Elementwise):
     """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
 
     `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it; methods take their text too (``m:x k:y``).
-    A block may have any memory order: `.T` is a view. Products take two matrices in any layouts (`matmul`); sums want both in one
-    layout on one grid, and raise LayoutError or ShapeError on every rank alike, before anything moves, where they are not;
-    `redistribute` brings them there.
-    On a rank outside the grid the block has no elements: redistribution, products, scaling, sums and files are called there
-    too; norms and `to_global` belong to the grid's ranks.
+    A block may have any memory order: `.T` is a view. Products take two matrices in any layouts (`matmul`), and so does the
+    arithmetic of elements (`Elementwise`): ``A + B`` brings B to A's layout where it lies elsewhere.
+    On a rank outside the grid the block has no elements: redistribution, products, arithmetic, sums over a dim and files are
+    called there too; norms, numbers (`sum()`, `trace()`, …), `diagonal` and `to_global` belong to the grid's ranks.
     """
-
-    __array_ufunc__ = None  # so that numpy's scalars leave 2 * matrix to the matrix
 
     # -- from and to ------------------------------------------------------------------------------------------------------
 
@@ -79,6 +77,47 @@ class DistMatrix(Distributed):
             raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
         block = np.empty(values.shape, dtype)
         block[...] = values
+        return cls(block, layout, grid, (shape[0], shape[1]))
+
+    @classmethod
+    def zeros(
+        cls, shape: tuple[int, int], grid: BaseGrid, layout: Ownership | str, dtype: np.typing.DTypeLike = np.float64
+    ) -> DistMatrix:
+        """A matrix of zeros, as `from_function`. Moves nothing."""
+        return cls.from_function(lambda rows, columns: 0, shape, grid, layout, dtype)
+
+    @classmethod
+    def ones(
+        cls, shape: tuple[int, int], grid: BaseGrid, layout: Ownership | str, dtype: np.typing.DTypeLike = np.float64
+    ) -> DistMatrix:
+        """A matrix of ones, as `from_function`. Moves nothing."""
+        return cls.from_function(lambda rows, columns: 1, shape, grid, layout, dtype)
+
+    @classmethod
+    def eye(
+        cls, shape: tuple[int, int], grid: BaseGrid, layout: Ownership | str, dtype: np.typing.DTypeLike = np.float64
+    ) -> DistMatrix:
+        """A matrix with ones on its diagonal, as `from_function`. Moves nothing."""
+        return cls.from_function(np.equal, shape, grid, layout, dtype)
+
+    @classmethod
+    def random(
+        cls,
+        shape: tuple[int, int],
+        grid: BaseGrid,
+        layout: Ownership | str,
+        dtype: np.typing.DTypeLike = np.float64,
+        seed: int = 0,
+        normal: bool = False,
+    ) -> DistMatrix:
+        """A random matrix, the same in all layouts: uniform in [0, 1), or normal of mean 0 and deviation 1. Moves nothing.
+
+        Element (i, j) is a function of the seed, i, j and the number of columns (Philox4x64-10). A rank draws its own block.
+        Raises ShapeError for a dtype without fractions.
+        """
+        check_sizes(shape)
+        layout = ownership(layout)
+        block = drawn(seed, shape, layout.runs(shape, grid.shape, grid.coordinates), numpy_dtype(dtype), normal)
         return cls(block, layout, grid, (shape[0], shape[1]))
 
     @classmethod
@@ -137,41 +176,42 @@ class DistMatrix(Distributed):
         """
         return self._with(converted(self.block, library, device), self.is_transposed)
 
-    def __matmul__(self, other: DistMatrix) -> DistMatrix:
-        return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
+    def __matmul__(self, other: Any) -> DistMatrix:
+        return matmul(self, other) if isinstance(other, DistMatrix) else refused_operand(other, "@")
 
-    @quiet
-    def __add__(self, other: DistMatrix) -> DistMatrix:
-        if not isinstance(other, DistMatrix):
-            return NotImplemented
-        return self._with(self.block + self._alike(other, "add").block, self.is_transposed and other.is_transposed)
+    def __rmatmul__(self, other: Any) -> Any:
+        return refused_operand(other, "@")
 
-    @quiet
-    def __sub__(self, other: DistMatrix) -> DistMatrix:
-        if not isinstance(other, DistMatrix):
-            return NotImplemented
-        return self._with(self.block - self._alike(other, "subtract").block, self.is_transposed and other.is_transposed)
+    # -- reductions -------------------------------------------------------------------------------------------------------
 
-    @quiet
-    def __mul__(self, factor: complex) -> DistMatrix:
-        if not isinstance(factor, Number):
-            return NotImplemented
-        self.check_block()
-        factor = self._factor(factor)
-        try:
-            scaled = self.block * factor
-        except TypeError as error:
-            raise ShapeError(f"A factor is one of numbers; the block's dtype is {self.block.dtype}.") from error
-        block = cast(scaled, self.block) if is_half(self.block) else scaled  # ml_dtypes' grow to float32
-        return self._with(block, self.is_transposed)
+    def sum(self, dim: int | None = None) -> Any:
+        """Σ of all elements, a number, the same on every rank; with a dim over it, a matrix of 1 row (dim 0) or column (dim 1).
 
-    __rmul__ = __mul__
+        That matrix lies as this one does, on all ranks of the axes that split the dim. Sums are taken in float64, complex128 or
+        int64 and rounded once to the dtype; those of whole numbers stay int64. Moves a word, or an all-reduce of this rank's part
+        of the row or column, over the axes that split the elements that are summed. Raises ShapeError for no numbers or dim.
+        """
+        return reductions.total(self) if dim is None else reductions.sum_along(self, dim)
 
-    def __truediv__(self, divisor: complex) -> DistMatrix:
-        return self * (1 / divisor) if isinstance(divisor, Number) else NotImplemented
+    def mean(self, dim: int | None = None) -> Any:
+        """`sum` ÷ the number of elements; of whole numbers float64. Raises ShapeError where there is no element."""
+        return reductions.mean(self) if dim is None else reductions.mean_along(self, dim)
 
-    def __neg__(self) -> DistMatrix:
-        return self._with(-self.block, self.is_transposed)
+    def max(self, dim: int | None = None) -> Any:
+        """The largest element, as `sum`; nan where one is nan. A word of each rank, or, of floats, twice the words of `sum`."""
+        return reductions.extreme(self, "max") if dim is None else reductions.extreme_along(self, dim, "max")
+
+    def min(self, dim: int | None = None) -> Any:
+        """The smallest element, as `max`."""
+        return reductions.extreme(self, "min") if dim is None else reductions.extreme_along(self, dim, "min")
+
+    def trace(self) -> Any:
+        """Σ of the diagonal, a number, the same on every rank; of a matrix that is not square too. Moves a word."""
+        return reductions.trace(self)
+
+    def diagonal(self) -> Array:
+        """The diagonal, an array of one dim, on every rank. Moves, per rank, the elements of it that come from others."""
+        return reductions.diagonal(self)
 
     def norm(self, order: str | float = "fro") -> float:
         """‖A‖: "fro" (Frobenius), "max" (largest magnitude), 1 (column sums), inf (row sums); the same on every rank."""
@@ -187,23 +227,3 @@ class DistMatrix(Distributed):
 
     def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
         return self.with_block(block, self.layout, is_transposed=is_transposed)
-
-    def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
-        """`other`, if its elements lie where this matrix has its own."""
-        check_kind(self, other, f"Cannot {verb}")
-        if self.shape != other.shape:
-            raise ShapeError(f"Cannot {verb} matrices of shapes {self.shape} and {other.shape}.")
-        if self.layout != other.layout:
-            wanted = f"bring the second there by redistribute({str(self.layout)!r})"
-            raise LayoutError(f"Cannot {verb} a matrix in {self.layout} and one in {other.layout}: {wanted}.")
-        return other
-
-    def _factor(self, factor: Any) -> complex:
-        """A scalar as Python's own, so that it does not change the dtype; refused where the dtype cannot hold the result."""
-        value: complex = factor.item() if isinstance(factor, np.generic) else factor
-        name = dtype_name(self.block)
-        if isinstance(value, complex) and not name.startswith("complex"):
-            raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix complex, or take a real factor.")
-        if isinstance(value, float) and name.startswith("int"):
-            raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix float64, or take a whole factor.")
-        return value
