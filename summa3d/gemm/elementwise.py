@@ -94,7 +94,7 @@ def combined(apply: Operation, a: Matrix, b: Any, swapped: bool = False) -> Any:
     if not isinstance(b, Number):
         return refused_operand(b, SYMBOLS[apply])
     a.check_block()
-    scalar = _scalar(a, b, SYMBOLS[apply])
+    scalar = scalar_of(a, b, SYMBOLS[apply])
     return _each(a, lambda block: apply(scalar, block) if swapped else apply(block, scalar), f"A {SYMBOLS[apply]} {b}")
 
 
@@ -145,7 +145,7 @@ def _covers(shape: tuple[int, int], other: tuple[int, int]) -> bool:
     return all(there in (here, 1) for here, there in zip(shape, other, strict=True))
 
 
-def _scalar(a: Distributed, value: Any, symbol: str) -> complex:
+def scalar_of(a: Distributed, value: Any, symbol: str) -> complex:
     """A scalar as Python's own, so that it does not change the dtype; refused where the dtype cannot hold the result."""
     number: complex = value.item() if isinstance(value, np.generic) else value
     name = dtype_name(a.block)

@@ -16,7 +16,7 @@ from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import indices, redistribute, taken
-from . import describe, files, norms, reductions
+from . import describe, files, norms, reductions, slices
 from .distributed import check_sizes
 from .drawn import drawn
 from .elementwise import Elementwise, refused_operand
@@ -175,6 +175,23 @@ class DistMatrix(Elementwise):
         torch on a device (DLPack); else copies the block. Raises ConfigError for what does not exist or cannot be imported.
         """
         return self._with(converted(self.block, library, device), self.is_transposed)
+
+    def __getitem__(self, key: Any) -> Any:
+        """``A[i:j, k:l]``, with steps of either sign: a new matrix in A's layout, split evenly anew; ``A[i:j]`` has all columns.
+
+        A whole number keeps its dim, 1 wide, as a matrix has two: ``A[3]`` is 1×n. ``A[3, 4]`` is the element, a number on every
+        rank, for one word. Moves, per rank, the words of its new block that it does not hold (`Redistribution`), in one
+        all-to-all. Raises ShapeError for an index that A lacks, and for keys of other kinds.
+        """
+        return slices.part(self, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """``A[i:j, k:l] = B``, B in any layout, on any grid of the communicator, or a number: overwrites A's block in place.
+
+        B moves to where A has the part, as in a redistribution; a number moves nothing. Ranks agree first that all can write
+        their block. Raises ShapeError for other sizes or dtypes, and where a block is read-only.
+        """
+        slices.put_part(self, key, value)
 
     def __matmul__(self, other: Any) -> DistMatrix:
         return matmul(self, other) if isinstance(other, DistMatrix) else refused_operand(other, "@")

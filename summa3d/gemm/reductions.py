@@ -19,14 +19,14 @@ from .elements import along, counts, counts_at, is_whole_dtype, splitting, wide_
 def total(matrix: Distributed) -> Any:
     """The sum of all elements, a Python number on every rank, taken in `wide_dtype`. A word over the axes that split them."""
     matrix.check_block()
-    return _total(matrix, matrix.block)
+    return total_of(matrix, matrix.block)
 
 
 @quiet
 def trace(matrix: Distributed) -> Any:
     """The sum of the diagonal, as `total`."""
     matrix.check_block()
-    return _total(matrix, _diagonal_here(matrix))
+    return total_of(matrix, _diagonal_here(matrix))
 
 
 def mean(matrix: Distributed) -> Any:
@@ -125,7 +125,7 @@ def _diagonal_here(matrix: Distributed) -> Array:
     return matrix.block[rows, columns]
 
 
-def _total(matrix: Distributed, elements: Array) -> Any:
+def total_of(matrix: Distributed, elements: Array) -> Any:
     """The sum of some of each rank's elements over all ranks, whose copies count once."""
     _check_inside(matrix)
     wide, axes = wide_dtype(elements), splitting(matrix.layout)
