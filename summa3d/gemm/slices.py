@@ -80,7 +80,7 @@ def _pieces(runs: Runs, taken: range) -> list[tuple[slice, range]]:
     """Of the indices `taken` in a rank's runs: where they are in the part, ascending, and where in the rank's storage.
 
     >>> _pieces((slice(2, 5), slice(8, 11)), range(9, 1, -2))
-    [(slice(0, 1, None), range(4, 3, -1)), (slice(2, 4, None), range(1, -1, -2))]
+    [(slice(0, 1, None), range(4, 2, -2)), (slice(3, 4, None), range(1, -1, -2))]
     """
     step, count, found, stored = abs(taken.step), len(taken), [], 0
     first = min(taken[0], taken[-1]) if taken else 0
