@@ -16,10 +16,11 @@ from ..layout.cyclic import BlockCyclic, Ownership, ownership
 from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import indices, redistribute, taken
-from . import describe, files, norms, reductions, slices
+from . import describe, norms, reductions, slices
 from .distributed import check_sizes
 from .drawn import drawn
 from .elementwise import Elementwise, refused_operand
+from .files import hdf5, npy, raw
 from .matmul import matmul
 
 
@@ -122,9 +123,43 @@ class DistMatrix(Elementwise):
 
     @classmethod
     def from_file(cls, path: str | Path, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
-        """A matrix from a .npy file, each rank reading its own part. Raises DataError on all ranks."""
+        """A matrix from a .npy file, each rank reading its own part. Moves nothing. Raises DataError on all ranks."""
         layout = ownership(layout)
-        block, shape = files.read(path, grid, layout)
+        block, shape = npy.read(Path(path), grid, layout)
+        return cls(block, layout, grid, shape)
+
+    @classmethod
+    def from_raw(
+        cls,
+        path: str | Path,
+        shape: tuple[int, int],
+        grid: BaseGrid,
+        layout: Ownership | str,
+        dtype: np.typing.DTypeLike = np.float64,
+        offset: int = 0,
+        order: str = "C",
+    ) -> DistMatrix:
+        """A matrix from a file of bare elements behind `offset` bytes, by rows (order C) or by columns (F). Moves nothing.
+
+        The file ends with the last element. dtype may have the other byte order (">f8"). Each rank reads its own part; of order F
+        the result is a transpose, whose blocks are F-ordered. Raises DataError on all ranks where the file has another size or
+        cannot be read, ShapeError for another order.
+        """
+        check_sizes(shape)
+        _check_order(order)
+        if order == "F":
+            return cls.from_raw(path, shape[::-1], grid, ownership(layout).transposed(), dtype, offset).T
+        layout = ownership(layout)
+        return cls(raw.read(Path(path), (shape[0], shape[1]), numpy_dtype(dtype), offset, grid, layout), layout, grid, shape)
+
+    @classmethod
+    def from_hdf5(cls, path: str | Path, dataset: str, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
+        """A matrix from a dataset of an HDF5 file, each rank reading its own hyperslabs. Moves nothing. Needs the extra hdf5.
+
+        Raises DataError on all ranks, and ConfigError where h5py is missing.
+        """
+        layout = ownership(layout)
+        block, shape = hdf5.read(Path(path), dataset, grid, layout)
         return cls(block, layout, grid, shape)
 
     @classmethod
@@ -153,7 +188,20 @@ class DistMatrix(Elementwise):
 
     def to_file(self, path: str | Path) -> None:
         """Write a .npy file that all ranks can reach. Raises DataError on all ranks."""
-        files.write(self, path)
+        npy.write(self.block, self.shape, self.grid, self.layout, Path(path))
+
+    def to_raw(self, path: str | Path, order: str = "C") -> None:
+        """Write the bare elements by rows (order C) or columns (F) to a file that all ranks reach. DataError on all ranks."""
+        _check_order(order)
+        one = self if order == "C" else self.T
+        raw.write(one.block, one.shape, one.grid, one.layout, Path(path))
+
+    def to_hdf5(self, path: str | Path, dataset: str) -> None:
+        """Write a dataset of an HDF5 file that all ranks can reach, rank after rank; other datasets of the file stay.
+
+        The file is written anew, and takes the place of the old one. Raises DataError on all ranks, and ConfigError without h5py.
+        """
+        hdf5.write(self.block, self.shape, self.grid, self.layout, Path(path), dataset)
 
     def redistribute(self, layout: Ownership | str, grid: BaseGrid | None = None, order: str = "C") -> DistMatrix:
         """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
@@ -244,3 +292,8 @@ class DistMatrix(Elementwise):
 
     def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
         return self.with_block(block, self.layout, is_transposed=is_transposed)
+
+
+def _check_order(order: str) -> None:
+    if order not in ("C", "F"):
+        raise ShapeError(f"order {order!r} is none of C, by rows, and F, by columns.")

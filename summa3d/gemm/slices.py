@@ -21,7 +21,7 @@ from .distributed import Distributed, Matrix, check_kind
 from .elementwise import scalar_of
 from .reductions import total_of
 
-Ranges = tuple[range, range]
+IndexRanges = tuple[range, range]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class SlicedOwnership:
 
     layout: Ownership
     whole: tuple[int, int]
-    ranges: Ranges
+    ranges: IndexRanges
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
@@ -138,7 +138,7 @@ def put_part(matrix: Distributed, key: Any, value: Any) -> None:
     matrix.block[own.index(grid)] = found
 
 
-def sliced(matrix: Distributed, ranges: Ranges) -> SlicedOwnership:
+def sliced(matrix: Distributed, ranges: IndexRanges) -> SlicedOwnership:
     """Who holds which elements of the part of a matrix."""
     return SlicedOwnership(matrix.layout, matrix.shape, ranges)
 
@@ -151,7 +151,7 @@ def plan_of(matrix: Distributed, key: Any) -> Redistribution:
     return Redistribution(shape, Placement.on(matrix.grid, own), Placement.on(matrix.grid, matrix.layout))
 
 
-def ranges_of(key: Any, shape: tuple[int, int]) -> tuple[Ranges, bool]:
+def ranges_of(key: Any, shape: tuple[int, int]) -> tuple[IndexRanges, bool]:
     """The rows and columns that a key of one or two indices names, as numpy reads them; and whether both are whole numbers.
 
     A whole number keeps its dim, 1 wide: a matrix has two. Raises ShapeError for other keys, and for an index that A lacks.
@@ -178,5 +178,5 @@ def _range_of(key: Any, extent: int, name: str) -> range:
     return range(at, at + 1)
 
 
-def _facts(matrix: Distributed, ranges: Ranges) -> dict[str, Any]:
+def _facts(matrix: Distributed, ranges: IndexRanges) -> dict[str, Any]:
     return {"dtype": dtype_name(matrix.block), "rows": ranges[0], "columns": ranges[1]}

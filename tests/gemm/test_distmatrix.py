@@ -103,7 +103,7 @@ def test_empty_and_unreadable_files(comm, make_grid, shared_tmp_path):
         np.save(shared_tmp_path / "vector.npy", np.zeros(3))
         (shared_tmp_path / "text.npy").write_text("nothing of the kind")
     comm.Barrier()
-    refused = {"vector.npy": r"array of 2 dims.*\(3,\)", "text.npy": "can be read", "none.npy": "No such file"}
+    refused = {"vector.npy": r"array of 2 dims.*\(3,\)", "text.npy": "is no .npy file", "none.npy": "No such file"}
     for name, words in refused.items():
         with pytest.raises(DataError, match=words):
             DistMatrix.from_file(shared_tmp_path / name, grid, rows)
