@@ -22,7 +22,7 @@ def page() -> str:
         *(f"| `{name}` | {title} |" for name, title in configuration.shipped().items()),
     ]
     table = None
-    for key in keys():
+    for key in (key for key in keys() if key.name not in configuration.HIDDEN):
         before = key.name.rpartition(".")[0]
         if before != table:
             lines += ["", f"## {f'Table `{before}`' if before else 'Top level'}", "", "| key | type | default | meaning |"]

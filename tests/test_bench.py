@@ -88,6 +88,19 @@ def test_torchs_products_are_timed_beside_numpys_blas_by_shape(tmp_path):
     assert len([line for line in said.splitlines() if "never the slower" in line]) == 4
 
 
+def test_reads_of_files_stand_beside_bare_ones(tmp_path):
+    pytest.importorskip("h5py")
+    said = run("files.py", "--ranks", "2", "--rows", "64", "--rounds", "1", "--json", str(tmp_path / "files.json"))
+    found = json.loads((tmp_path / "files.json").read_text())
+    assert {case: [*times] for case, times in found["seconds"].items()} == {
+        "raw rows": ["ours", "memmap", "preadv"],
+        "hdf5 rows": ["ours", "h5py"],
+        "raw columns": ["ours", "memmap", "preadv"],
+        "hdf5 columns": ["ours", "h5py"],
+    }
+    assert found["bytes"] == 64 * 16384 * 8 and "holds: no word is moved" in said
+
+
 def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
     said, found = overhead(tmp_path, "linear", "--rounds", "1")
     rows = found["rows"]

@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
         configuration.load(what)  # raises an error for a file that no run can take
         print(commented(configuration.read_table(what)), end="")
         return 0
-    found = [key for key in keys() if what in ("", key.name) or key.name.startswith(f"{what}.")]
+    found = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
     if not found:
-        known = [*(key.name for key in keys()), *shipped]
+        known = [*(key.name for key in keys() if _is_shown(key)), *shipped]
         raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {nearest(what, known)!r}.")
     if args.toml:
         print(commented({}), end="")
@@ -63,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
         print("\nConfigurations that are shipped, for `summa3d train NAME` and `summa3d config NAME`:")
         print("\n".join(f"  {name:<12} {title}" for name, title in shipped.items()))
     return 0
+
+
+def _is_shown(key: ConfigKey) -> bool:
+    """Whether a user may set the key to something."""
+    return key.name not in configuration.HIDDEN
 
 
 def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[ConfigKey]:
@@ -110,6 +115,8 @@ def commented(given: Mapping[str, Any]) -> str:
     table = ""
     for key in keys():
         before, _, name = key.name.rpartition(".")
+        if not _is_shown(key) and name not in (given.get(before, {}) if before else given):
+            continue
         if before != table:
             lines.append(f"\n[{before}]")
             table = before

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..columns import counted
 from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..files import replace_text, whole
@@ -114,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.act != "run":
         print("\n".join((plan_table if args.act == "plan" else status_table)(sweep, points, known)))
     for one in refused:
-        _say(f"refused: {one.label} on {one.ranks} ranks: {' '.join(str(one.error).split())}")
+        _say(f"refused: {one.label} on {counted(one.ranks, 'rank')}: {' '.join(str(one.error).split())}")
     if refused and not points:
         raise ConfigError(f"{sweep.name} has no points: {len(refused)} refused, with the reasons above.")
     if args.act != "run":

@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..cluster import Cluster, here_file, load
+from ..columns import counted
 from ..comm.topology import describe, divisors
 from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, SchemeChoice, ranked
@@ -126,7 +127,7 @@ def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridC
             continue
         found += [GridCandidate(own, one, own.train.accumulate * one.words + words_of_replicas(own, inner)) for one in fitting]
     if not found:
-        raise refused or GridError(f"no number of replicas fits {ranks} ranks.")
+        raise refused or GridError(f"no number of replicas fits {counted(ranks, 'rank')}.")
     return found
 
 

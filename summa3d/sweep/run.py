@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..columns import aligned
+from ..columns import aligned, counted
 from ..errors import DataError, LaunchError, Summa3dError
 from ..files import from_json, replace_text
 from ..train.lease import Lease
@@ -85,8 +85,8 @@ class Runner:
             if status == 0 or not left:
                 return
             if not running and len(left) == len(todo):
-                raise LaunchError(f"the start of {count} ranks ended with status {status} before any point.")
-            self.say(f"the start of {count} ranks ended with status {status}; its race is run again, point by point.")
+                raise LaunchError(f"the start of {counted(count, 'rank')} ended with status {status} before any point.")
+            self.say(f"the start of {counted(count, 'rank')} ended with status {status}; its race is run again, point by point.")
             for point in left:
                 if point.id in running:
                     status, _ = self._started(count, ["--only", point.id])

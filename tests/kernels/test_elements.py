@@ -9,7 +9,8 @@ from summa3d.kernels import reference
 from summa3d.kernels.mask import Mask
 from torch.nn import functional
 
-from summa3d.nn.random import keep_mask, key
+from summa3d.layout.random import key
+from summa3d.nn.random import keep_mask
 
 FORMS = ["tanh", "none"]
 SIXTEEN = [torch.bfloat16, torch.float16]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster import Cluster
+from ...columns import counted
 from ...comm.topology import divisors
 from ...errors import ConfigError, Summa3dError, nearest
 from ...files import toml_value
@@ -172,7 +173,8 @@ def as_text(plans: ProgramPlans, name: str, ranks: int, batch: int) -> Iterator[
     from ...columns import aligned
 
     validated = "" if plans.validated else ", not validated: no rows of this program on this machine"
-    yield f"{name} on {ranks} ranks of {plans.cluster.name} by {plans.program}, batch {batch}: ±{plans.band:.0%}{validated}"
+    ranked = counted(ranks, "rank")
+    yield f"{name} on {ranked} of {plans.cluster.name} by {plans.program}, batch {batch}: ±{plans.band:.0%}{validated}"
     rows = [(str(n), str(p), f"{p.seconds:.4g}", f"{p.memory / 2**30:.1f}") for n, p in enumerate(plans.best, start=1)]
     yield from aligned([("", "plan", "seconds", "GiB"), *rows], left=(1,))
     yield f"{plans.considered} plans, {plans.fits} of which fit"

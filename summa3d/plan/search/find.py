@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster, load
+from ...columns import counted
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...table import Column, Table
@@ -85,7 +86,7 @@ class Plans:
     def table(self) -> Table:
         """A row for each plan: seconds, utilization, GiB of the fullest rank, and shares of the step's time."""
         rows = self.as_json()["plans"]
-        limits = f"{self.asked.name} on {self.found.cluster.name}, {self.found.space.ranks} ranks, ±{self.band:.0%}"
+        limits = f"{self.asked.name} on {self.found.cluster.name}, {counted(self.found.space.ranks, 'rank')}, ±{self.band:.0%}"
         return Table(
             limits,
             [

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...cluster import Cluster
+from ...columns import counted
 from ...comm.topology import several
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
@@ -327,5 +328,5 @@ def nothing_fits(space: Space, limit: float, rejected: Counter[tuple[str, str]])
     ordered = sorted(rejected.items(), key=lambda one: (FAMILIES.index(one[0][0]), -one[1], one[0][1]))
     for family, lines in groupby(ordered, key=lambda one: one[0][0]):
         parts.append(f"{family}: " + ", ".join(f"{reason} ({many})" for (_, reason), many in [*lines][:3]))
-    size = f"{space.ranks} ranks, batch {space.batch}, {limit / 2**30:.3g} GiB a rank"
+    size = f"{counted(space.ranks, 'rank')}, batch {space.batch}, {limit / 2**30:.3g} GiB a rank"
     return f"no plan fits {size}. " + "; ".join(parts) + "."

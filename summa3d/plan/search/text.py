@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...columns import counted
 from ..programs.bands import own_band
 from .plans import FAMILIES
 from .request import Request
@@ -67,7 +68,7 @@ def as_text(found: Found, asked: Request) -> Iterator[str]:
     band, validated = own_band(cluster)
     alike = cluster["band.percent"] / 100
     text = f"±{band:.0%}{'' if validated else ', not validated: nobody has measured this library there'}"
-    yield f"{asked.name} on {cluster.name}, {space.ranks} ranks, batch {space.batch}, {space.dtype}; {text}"
+    yield f"{asked.name} on {cluster.name}, {counted(space.ranks, 'rank')}, batch {space.batch}, {space.dtype}; {text}"
     shown = [*found.best, *(one for one in found.families.values() if one not in found.best)]
     width = max(len(str(one.plan)) for one in shown)
     yield f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in COLUMNS)
