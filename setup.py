@@ -18,7 +18,7 @@ TOMLI = "tomli>=2.0; python_version < '3.11'"
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0"]
 FRAME = ["pandas>=2"]  # `to_frame` of a dry run and of plans
-FIT = ["scipy>=1.11"]  # of `summa3d plan --paper`
+FIT = ["scipy>=1.11"]  # of fits to papers' tables, in tests and papers/
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
@@ -56,8 +56,8 @@ setup(
         "summa3d": ["py.typed", "clusters/*.toml"],
         "summa3d.cli": ["help.json"],
         "summa3d.train": ["configs/*.toml"],
-        "summa3d.sweep": ["files/*.toml"],
-        "summa3d.plan": ["papers/tables/*.toml", "programs/*.toml", "search/*.toml"],
+        "summa3d.sweep": ["files/*.toml", "files/published/*.toml"],
+        "summa3d.plan": ["programs/*.toml", "search/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2", TOMLI],
@@ -72,7 +72,7 @@ setup(
         "plot": PLOT,
         "frame": FRAME,
         "hdf5": HDF5,
-        "plan": [*TRAIN, *PLOT, *FIT],
+        "plan": [*TRAIN, *PLOT],
         "completion": COMPLETION,
         "test": TEST,
         "dev": DEV,

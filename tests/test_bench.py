@@ -256,3 +256,21 @@ def test_claims_on_emulated_nodes_hold_near_the_prediction_alone(emulated):
     ]
     strong = race | {"part": "strong", "cases": [{**rows[0], "times": [1.0]}, {**rows[1], "times": [0.9]}]}
     assert [holds for _, holds in report.claims([strong])] == [False]
+
+
+def test_the_planner_is_judged_by_errors_the_order_and_what_its_pick_of_each_group_loses(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    here = importlib.import_module("this_machine")
+    assert sum(len(group.fixes) for group in here.JUDGED) == 16 and {group.ranks for group in here.JUDGED} == {2, 4}
+
+    def row(group, predicted, measured, noise=0.01):
+        about = {"group": group, "predicted": predicted, "measured": measured, "noise": noise}
+        return about | {"error": predicted / measured - 1}
+
+    rows = [row("a", 1.0, 1.1), row("a", 1.2, 1.0, 0.05), row("b", 2.0, 2.0, 0.02), row("b", 3.0, 4.0)]
+    found = here.judgement(rows)
+    assert found["regrets"] == pytest.approx([0.1, 0.0]) and found["regret"] == pytest.approx(0.05)
+    assert found["kendall"] == pytest.approx(4 / 6) and found["kendall_of_groups"] == 0
+    assert found["error"] == pytest.approx((1 / 11 + 0.2) / 2) and found["noise"] == pytest.approx(0.015)
+    assert [held for _, held in here.claimed(found)] == [False, False, False]
+    assert [held for _, held in here.claimed({**found, "error": 0.1, "kendall": 0.8, "noise": 0.06})] == [True, True, True]

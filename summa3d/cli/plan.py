@@ -1,4 +1,4 @@
-"""`summa3d plan`: which grid to take; papers beside predictions; schedules, drawn; closed formulas. Starts no MPI."""
+"""`summa3d plan`: which grid to take; measured steps beside predictions; schedules, drawn; closed formulas. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
@@ -22,30 +22,11 @@ from ..parallel.schedule import SCHEDULES, build, split_layers
 from ..parallel.simulate import ScheduleTimeline, in_flight, messages_of, timeline
 
 if TYPE_CHECKING:
-    from ..plan.papers.costs import Isoefficiency, PrintedCost
     from ..plan.programs.search import ProgramPlans
     from ..plan.search.command import Measure
     from ..train.config import Config
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
-SEARCH = (
-    "model",
-    "cluster",
-    "ranks",
-    "batch",
-    "tokens",
-    "price",
-    "set",
-    "fix",
-    "limit",
-    "memory",
-    "program",
-    "rule",
-    "explain",
-    "tries",
-    "write",
-)
-"""Options that a search alone has."""
 MOST_OPS = 2**18
 MOST_COLUMNS = 2**20
 """Of the rows of all ranks."""
@@ -63,11 +44,7 @@ SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for eac
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plan` to `parser`."""
-    parser.add_argument(
-        "--paper",
-        metavar="NAME",
-        help="Show a paper's tables beside predictions; or claims, or choices. A wrong name lists all.",
-    )
+    _add_moved(parser, "--paper", "python -m papers NAME")
     parser.add_argument(
         "--rows",
         type=Path,
@@ -75,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Price measured steps of any program from a JSON file: errors, band, null model.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="Write a figure of several counts of ranks into DIR, as PNG and SVG."
+    )
     _add_search(
         parser.add_argument_group(
             "search", "Find the fastest plans of a model on a cluster (--model, --cluster, --ranks, --batch)."
@@ -161,10 +140,20 @@ def _add_formulas(formulas: argparse.ArgumentParser) -> None:
     formulas.add_argument("--pp", type=int, default=1, metavar="P", help="Ranks of a pipeline: its bubble.")
     formulas.add_argument("--micro-batches", type=int, default=1, metavar="M", help="Micro-batches of a step.")
     formulas.add_argument("--chunks", type=int, default=1, metavar="V", help="Stages of each rank.")
-    formulas.add_argument("--costs", type=int, metavar="P", help="Papers' costs of a layer on P ranks, beside ours.")
-    formulas.add_argument("--isoefficiency", metavar="CLUSTER", help="How work must grow with ranks, beside papers' growth.")
-    formulas.add_argument("--plots", type=Path, metavar="DIR", help="Write figures of words, and of which grid moves least.")
+    for option in ("--costs", "--isoefficiency", "--plots"):
+        _add_moved(formulas, option, f"python -m papers formulas --hidden H {option} …")
     formulas.add_argument("--json", action="store_true", help="Print JSON in place of text.")
+
+
+class MovedOption(argparse.Action):
+    """An option that is no longer here: its use is an error that says what to type."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is not of summa3d: in a checkout of its sources, type `{self.const}`")
+
+
+def _add_moved(parser: argparse.ArgumentParser, option: str, now: str) -> None:
+    parser.add_argument(option, action=MovedOption, nargs="?", const=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def layers(text: str) -> list[int]:
@@ -191,14 +180,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.rows is not None:
         return show_rows(args)
-    search = [f"--{'try' if name == 'tries' else name}" for name in SEARCH if getattr(args, name) not in (None, [])]
-    if args.paper is not None and search:
-        raise ConfigError(f"--paper prints a paper's own rows; {', '.join(search)} is of a search.")
-    if args.paper is not None:
-        return show_paper(args)
     if args.model is not None:
         return show_plans(args)
-    raise ConfigError("say what to plan: --model and --cluster, --paper NAME, schedule, or formulas; see summa3d help plan.")
+    raise ConfigError("say what to plan: --model and --cluster, --rows FILE, schedule, or formulas; see summa3d help plan.")
 
 
 def show_plans(args: argparse.Namespace) -> int:
@@ -236,7 +220,7 @@ def show_plans(args: argparse.Namespace) -> int:
         return show_scaling(args, counts)
     args.ranks = counts[0]
     if args.plots is not None:
-        raise ConfigError("--plots draws the rows of a paper, or several counts of --ranks; a search of one has none.")
+        raise ConfigError("--plots draws several counts of --ranks; a search of one has none.")
     if args.program is not None:
         return show_program(args)
     return run_search(args, None if args.tries is None else measure_on(args.ranks))
@@ -369,75 +353,12 @@ def show_formulas(args: argparse.Namespace) -> int:
     found = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
     if args.tokens is not None:
         found += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
-    costs, growths = _tables(args)
-    if args.plots is not None:
-        from ..plan.papers import maps
-
-        for file in maps.write(args.hidden, args.batch * args.sequence, args.plots):
-            print(f"written: {file}", file=sys.stderr)
     if args.json:
-        tables = {"costs": [one._asdict() for one in costs], "isoefficiency": [one._asdict() for one in growths]}
-        print(json.dumps({one.name: one.value for one in found} | {name: table for name, table in tables.items() if table}))
+        print(json.dumps({one.name: one.value for one in found}))
         return 0
     width = max(len(one.what) for one in found)
     for one in found:
         print(f"{one.what:<{width}}  {one.value:>10.4g}  {one.source}")
-    for cost in costs:
-        print(f"{cost.source}: {cost.what}: {cost.formula} = {cost.printed:.4g}, ours {cost.ours:.4g}")
-        if cost.erratum:
-            print(f"    erratum: {cost.erratum}")
-    for growth in growths:
-        print(
-            f"work of {growth.name} grows as P^{growth.slope:.2f}; {growth.paper}, P^{growth.paper_slope:.2f} over the same ranks"
-        )
-    return 0
-
-
-def _tables(args: argparse.Namespace) -> tuple[list[PrintedCost], list[Isoefficiency]]:
-    """The tables that `summa3d plan formulas` prints where it is asked to."""
-    from ..cluster import load
-    from ..plan.papers import costs
-
-    if args.costs is not None and round(args.costs ** (1 / 6)) ** 6 != args.costs:
-        raise ConfigError(f"--costs {args.costs} is no sixth power, a square and a cube at once: 64, 729, 4096, … are.")
-    found = [] if args.costs is None else costs.costs(args.costs, args.batch * args.sequence, args.hidden)
-    return found, [] if args.isoefficiency is None else costs.isoefficiency(load(args.isoefficiency))
-
-
-def show_paper(args: argparse.Namespace) -> int:
-    """Print a paper's tables beside predictions, and write its figure; returns the exit status."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
-    if args.paper in ("claims", "choices"):
-        return show_claims(args)
-    from ..plan.papers.paper import load
-    from ..plan.papers.report import report
-    from ..plan.papers.text import as_text
-
-    paper = load(args.paper)
-    found = report(paper)
-    print(json.dumps(found) if args.json else "\n".join(as_text(paper, found)))
-    if args.plots is not None:
-        from ..plan.papers.figures import write
-
-        for file in write(paper, found, args.plots):
-            print(f"written: {file}", file=sys.stderr)
-    return 0
-
-
-def show_claims(args: argparse.Namespace) -> int:
-    """Print papers' claims, or labs' choices, beside ours; returns the exit status. Raises ConfigError for plots of choices."""
-    from ..plan.papers import choices, claims
-
-    if args.paper == "choices" and args.plots is not None:
-        raise ConfigError("--plots has no figure of choices; --paper claims has one.")
-    module = claims if args.paper == "claims" else choices
-    found = module.report()
-    print(json.dumps(found) if args.json else "\n".join(module.as_text(found)))
-    if args.plots is not None:
-        for file in claims.write(found, args.plots):
-            print(f"written: {file}", file=sys.stderr)
     return 0
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ...cluster import Cluster, load
-from ..formulas import hardware_flops
-from ..programs.step import in_flight, step
+from summa3d.cluster import Cluster, load
+from summa3d.plan.formulas import hardware_flops
+from summa3d.plan.programs.step import in_flight, step
+
 from .paper import table_of
 
 TENSOR = (1, 2, 4, 8)
@@ -80,7 +81,7 @@ def held(given: Mapping[str, Any], micro_batches: int) -> float:
 
 
 def report() -> dict[str, Any]:
-    """What `summa3d plan --paper choices --json` prints."""
+    """What `python -m papers choices --json` prints."""
     rows = choices()
     near = sum(row["rank"] is not None and row["behind"] <= 0.05 for row in rows)
     return {"paper": "choices", "rule": RULE, "rows": rows, "near": near, "of": len(rows)}

@@ -8,15 +8,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ...cluster import load as load_cluster
-from ...comm.topology import Topology
-from ...dry.step import Setting
-from ...errors import ConfigError, nearest
-from ...files import read_toml
-from ...nn.config import ModelConfig
-from ..cells import BLOCK, cells
-from ..programs.programs import PROGRAMS, edited
-from ..replay import UnorderedWork
+from summa3d.cluster import load as load_cluster
+from summa3d.comm.topology import Topology
+from summa3d.dry.step import Setting
+from summa3d.errors import ConfigError, nearest
+from summa3d.files import read_toml
+from summa3d.nn.config import ModelConfig
+from summa3d.plan.cells import BLOCK, cells
+from summa3d.plan.programs.programs import PROGRAMS, edited
+from summa3d.plan.replay import UnorderedWork
+
 from . import sharded, units
 from .fit import NumberRanges, Numbers, Predict, ReportedNumber
 

@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from summa3d.cli import main as entry
+from papers import choices, claims, costs, limits
+from papers.__main__ import main
+from papers.paper import load as load_paper
+from papers.paper import table_of
+from papers.report import report
 from summa3d.cluster import load
 from summa3d.dry.step import Setting
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK, cells
 from summa3d.plan.formulas import bubble
-from summa3d.plan.papers import choices, claims, costs, limits, maps
-from summa3d.plan.papers.paper import load as load_paper
-from summa3d.plan.papers.paper import table_of
-from summa3d.plan.papers.report import report
 from summa3d.plan.programs.step import in_flight
 
+pytestmark = pytest.mark.papers
 LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 
 
@@ -43,25 +44,25 @@ def test_work_grows_with_ranks_as_the_papers_say_and_less_by_chains() -> None:
 
 
 def test_the_command_prints_costs_with_errata_and_growths(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "plan formulas --layers 24 --hidden 8192 --batch 384 --sequence 512 --costs 64 --isoefficiency frontera-rtx"
-    assert entry.main(words.split()) == 0
+    words = f"formulas --hidden 8192 --rows {384 * 512} --costs 64 --isoefficiency frontera-rtx"
+    assert main(words.split()) == 0
     text = capsys.readouterr().out
     assert "2-D, a layer's words forward: log p/(2√p)·(7bsh + 12h²) = 4.53e+09, ours 1.321e+09\n    erratum: a tree" in text
     assert re.search(r"work of summa grows as P\^1\.56; .*P\^1\.93", text)
-    assert entry.main([*words.split(), "--json"]) == 0
+    assert main([*words.split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert len(found["costs"]) == 10 and len(found["isoefficiency"]) == 5
-    assert entry.main(["plan", "formulas", "--layers", "24", "--hidden", "8192", "--costs", "65"]) == 1
+    assert main(["formulas", "--hidden", "8192", "--costs", "65"]) == 1
     assert "65 is no sixth power" in capsys.readouterr().err
 
 
 def test_the_grid_that_moves_least_goes_from_weights_to_three_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert [maps.winner(64, tokens, 4096) for tokens in (1 << 14, 16)] == ["x", "yz"]
-    found = {maps.winner(ranks, tokens, 4096) for ranks in maps.RANKS for tokens in maps.TOKENS}
-    assert "xyz" in found and found <= set(maps.FAMILIES)
-    assert maps.words({"x": 4, "y": 4, "z": 4}, 4096, 512) == pytest.approx(costs.forward("cuboid", 64, 4096, 512))
+    assert [costs.winner(64, tokens, 4096) for tokens in (1 << 14, 16)] == ["x", "yz"]
+    found = {costs.winner(ranks, tokens, 4096) for ranks in costs.RANKS_DRAWN for tokens in costs.TOKENS}
+    assert "xyz" in found and found <= set(costs.FAMILIES)
+    assert costs.words({"x": 4, "y": 4, "z": 4}, 4096, 512) == pytest.approx(costs.forward("cuboid", 64, 4096, 512))
     pytest.importorskip("matplotlib")
-    assert entry.main(["plan", "formulas", "--layers", "2", "--hidden", "512", "--plots", str(tmp_path)]) == 0
+    assert main(["formulas", "--hidden", "512", "--plots", str(tmp_path)]) == 0
     assert "written" in capsys.readouterr().err
     assert {file.name for file in tmp_path.iterdir()} == {
         f"{name}.{kind}" for name in ("words", "grids") for kind in ("png", "svg")
@@ -73,16 +74,14 @@ def test_bubbles_and_pipelines_are_as_claimed(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(claims, "SOURCES", (claims.of_bubbles, claims.of_pipelines))
-    assert entry.main(["plan", "--paper", "claims", "--json", "--plots", str(tmp_path)]) == 0
+    assert main(["claims", "--json", "--plots", str(tmp_path)]) == 0
     assert {file.name for file in tmp_path.iterdir()} == {"claims.png", "claims.svg"}
     found = json.loads(capsys.readouterr().out)
     assert found["hold"] == found["of"] == len(found["claims"]) == 6
     assert set(found["claims"][0]) == {"where", "claim", "paper", "ours", "holds", "values"}
     assert f"2: {bubble(16, 16):.2f}" in found["claims"][0]["ours"]
     monkeypatch.setattr(claims, "SOURCES", (lambda: iter([claims.Claim("there", "that", "1", "2", False)]),))
-    assert entry.main(["plan", "--paper", "choices", "--plots", str(tmp_path)]) == 1
-    assert "no figure of choices" in capsys.readouterr().err
-    assert entry.main(["plan", "--paper", "claims"]) == 0
+    assert main(["claims"]) == 0
     assert "✗ there: that\n    paper: 1\n    ours:  2\n\n0 of 1 hold" in capsys.readouterr().out
 
 

@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...comm.topology import Topology
-from ...dry.record import ENTER, LEAVE, Op
-from ..cells import BLOCK, cells
-from ..price import Prices, move
-from ..programs.programs import PROGRAMS, edited
-from ..programs.step import HALF, optimizer, setting
-from ..replay import UnorderedWork
+from summa3d.comm.topology import Topology
+from summa3d.dry.record import ENTER, LEAVE, Op
+from summa3d.plan.cells import BLOCK, cells
+from summa3d.plan.price import Prices, move
+from summa3d.plan.programs.programs import PROGRAMS, edited
+from summa3d.plan.programs.step import HALF, optimizer, setting
+from summa3d.plan.replay import UnorderedWork
+
 from .fit import Numbers, Predict
 from .units import in_unit
 

@@ -15,13 +15,16 @@ from typing import Any
 import pages
 import pytest
 
-from summa3d.cli import main as entry
+from papers import paper as papers
+from papers import sweeps
+from papers.__main__ import main
+from papers.figures import _series, write
+from papers.fit import fit
+from papers.report import report
 from summa3d.cluster import load
-from summa3d.plan.papers import paper as papers
-from summa3d.plan.papers.figures import _series, write
-from summa3d.plan.papers.fit import fit
-from summa3d.plan.papers.report import report
 from summa3d.plan.price import Prices
+
+pytestmark = pytest.mark.papers
 
 
 def reported(name: str) -> tuple[papers.Paper, dict[str, Any]]:
@@ -135,8 +138,10 @@ def test_the_3d_paper_is_reported_under_both_machines_and_three_placements_and_n
 
 @pytest.mark.wide
 def test_another_process_with_another_seed_of_hashes_prints_the_same_json(three: dict[str, Any]) -> None:
-    command = [sys.executable, "-m", "summa3d", "plan", "--paper", "3d", "--json"]
-    other = subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "2"}, capture_output=True, check=True, text=True).stdout
+    command = [sys.executable, "-m", "papers", "3d", "--json"]
+    other = subprocess.run(
+        command, cwd=pages.ROOT, env={**os.environ, "PYTHONHASHSEED": "2"}, capture_output=True, check=True, text=True
+    ).stdout
     assert json.dumps(three) == other.strip()
     assert {"paper", "rows", "summary"} <= set(three)
     assert set(three["rows"][0]) == {"name", "reported", "corrected", "predicted", "error", "use"}
@@ -145,7 +150,7 @@ def test_another_process_with_another_seed_of_hashes_prints_the_same_json(three:
 
 def test_the_command_prints_a_table_and_writes_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    assert entry.main(["plan", "--paper", "optimus", "--plots", str(tmp_path)]) == 0
+    assert main(["optimus", "--plots", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert len(re.findall("^●", text, re.MULTILINE)) == 17  # 16 rows, and what the mark means
     assert "erratum: table 3, 1-D, 64 GPUs: backward is printed as 0.5306" in text
@@ -153,21 +158,16 @@ def test_the_command_prints_a_table_and_writes_figures(tmp_path: Path, capsys: p
     assert {file.name for file in tmp_path.iterdir()} == {"optimus.png", "optimus.svg"}
 
 
-def test_wrong_input_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    search = ["--model", "demo", "--cluster", "selene", "--ranks", "4", "--batch", "8"]
-    for words, message in (
-        (["--paper", "optimuss"], "the nearest is optimus"),
-        ([], "say what to plan"),
-        (["--paper", "optimus", "--ranks", "4", "--fix", "pp=2"], "--ranks, --fix is of a search"),
-        ([*search, "--plots", "figures"], "--plots draws the rows of a paper"),
-        ([*search, "--top", "0"], "--top is 0"),
-        ([*search, "--explain", "0"], "--explain is 0"),
-        ([*search, "--explain", "1", "--json"], "--explain prints text"),
-    ):
-        assert entry.main(["plan", *words]) == 1
-        error = capsys.readouterr().err
-        told = [line for line in error.splitlines() if not line.startswith("summa3d plan: ")]
-        assert message in error and len(told) == 1
+def test_the_points_of_shipped_sweeps_are_those_of_the_tables() -> None:
+    for name in sweeps.SERIES:
+        assert sweeps.file_of(name).read_text(encoding="utf-8") == sweeps.as_toml(name)
+
+
+def test_published_points_are_the_papers_rows_relative_to_the_first() -> None:
+    printed = [(4, 0.1888 + 0.5691), (16, 0.1950 + 0.5704), (36, 0.1625 + 0.4764), (64, 0.1253 + 0.3716)]
+    points = ", ".join(f"[{ranks}, {float(f'{(0.1888 + 0.5691) / seconds:.4g}'):g}]" for ranks, seconds in printed)
+    assert f'"2-D" = [{points}]' in sweeps.as_toml("optimus-strong")
+    assert f'"with" = [[1, 1], [2, {0.95 / 0.6:.4g}],' in sweeps.as_toml("ptdp-fig17")
 
 
 @pytest.fixture(scope="module")

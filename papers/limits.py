@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from math import isqrt
 
-from ...dry.step import Setting, run
-from ...nn.config import ModelConfig
+from summa3d.dry.step import Setting, run
+from summa3d.nn.config import ModelConfig
 
 LAYERS, SEQUENCE, FLOAT = 24, 512, 4
 GIB = 2**30

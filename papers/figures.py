@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...errors import DataError
-from ...figures import draw, look
+from summa3d.errors import DataError
+from summa3d.figures import draw, look
+
 from .paper import Paper
 
 FORMATS = ("png", "svg")

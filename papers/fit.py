@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import exp, log
 from typing import NamedTuple
 
-from ...cluster import Cluster
+from summa3d.cluster import Cluster
 
 NumberRanges = Mapping[str, tuple[float, float]]
 """Key of a cluster → the least and the most that its number may be."""

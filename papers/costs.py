@@ -1,14 +1,20 @@
-"""Cost tables of papers and docs beside the closed forms of the library's schemes, and isoefficiency, solved numerically."""
+"""Cost tables of papers and docs beside the closed forms of the library's schemes; isoefficiency, solved numerically; figures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import log, log2, sqrt
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ...cluster import Cluster
-from ...dtypes import dtype_of
-from ...gemm.cost import mean
+from summa3d.cluster import Cluster
+from summa3d.comm.topology import grids_of
+from summa3d.dtypes import dtype_of
+from summa3d.figures import look
+from summa3d.gemm.cost import mean
+
+from .figures import drawn
 
 RANKS = (64, 729, 4096, 15625, 46656)
 """Sixth powers: squares and cubes at once."""
@@ -150,3 +156,87 @@ def _of_colossal(ranks: int) -> list[PrintedCost]:
         PrintedCost(docs, "2.5-D, words", "3(q−1)(d+1)/(dq)", 3 * (edge - 1) * (edge + 1) / edge**2, deep[0], depth),
         PrintedCost(docs, "3-D, words", "6(q−1)/q³", 6 * (edge - 1) / edge**3, cube),
     ]
+
+
+def as_text(table: Sequence[PrintedCost], growths: Sequence[Isoefficiency]) -> Iterator[str]:
+    """The lines of `costs` and `isoefficiency`."""
+    for cost in table:
+        yield f"{cost.source}: {cost.what}: {cost.formula} = {cost.printed:.4g}, ours {cost.ours:.4g}"
+        if cost.erratum:
+            yield f"    erratum: {cost.erratum}"
+    for one in growths:
+        yield f"work of {one.name} grows as P^{one.slope:.2f}; {one.paper}, P^{one.paper_slope:.2f} over the same ranks"
+
+
+AXES = ("x", "y", "z")
+ROOTS = {"oned": 1, "summa": 2, "cuboid": 3}
+"""Scheme → of which powers its ranks are."""
+RANKS_DRAWN = tuple(2**power for power in range(1, 13))
+TOKENS = tuple(2**power for power in range(4, 15))
+"""Of a GPU: the batch's rows ÷ ranks."""
+FAMILIES = {
+    "": "one rank",
+    "x": "x: weights gathered (FSDP)",
+    "y": "y: 1-D, sequence parallel",
+    "xy": "x·y",
+    "yz": "y·z: 2-D",
+    "xyz": "x·y·z: 3-D",
+}
+"""The axes that a cuboid grid has → what it is; y and z are exchanged from one linear to the next."""
+
+
+def write(hidden: int, rows: int, folder: Path) -> list[Path]:
+    """Write both figures of a layer of this hidden size; returns the files. Raises DataError where they cannot be written."""
+    words = drawn(partial(_words, hidden=hidden, rows=rows), folder, "words")
+    return words + drawn(partial(_winners, hidden=hidden), folder, "grids")
+
+
+def _words(figure: Any, hidden: int, rows: int) -> None:
+    axes = figure.subplots()
+    for number, (name, root) in enumerate(ROOTS.items()):
+        ranks = [side**root for side in range(2, 4097) if side**root <= 4096 and (root > 1 or side in RANKS_DRAWN)]
+        axes.plot(ranks, [forward(name, one, rows, hidden) for one in ranks], label=name, markevery=0.1, **look(number))
+    best = [min(words(grid, rows, hidden) for grid in grids_of(ranks, AXES)) for ranks in RANKS_DRAWN]
+    axes.plot(RANKS_DRAWN, best, label="cuboid, its best grid", **look(len(ROOTS)))
+    axes.set(xscale="log", yscale="log", xlabel="ranks", ylabel="words received by a rank, a layer's forward")
+    axes.set_title(f"hidden {hidden:,}, {rows:,} rows")
+    axes.legend()
+
+
+def words(grid: dict[str, int], rows: int, hidden: int) -> float:
+    """Words that a rank receives in the forward of a layer on a cuboid grid."""
+    turned = {"x": grid["x"], "y": grid["z"], "z": grid["y"]}
+    return sum(
+        float(mean.cuboid("nn", rows, n * hidden, k * hidden, turned if number % 2 else grid).words)
+        for number, (n, k) in enumerate(LINEARS)
+    )
+
+
+def winner(ranks: int, tokens: int, hidden: int) -> str:
+    """The axes of the grid that moves the fewest words; of equal ones that with fewer axes."""
+
+    def order(grid: dict[str, int]) -> tuple[float, int]:
+        return words(grid, ranks * tokens, hidden), len(_axes(grid))
+
+    return _axes(min(grids_of(ranks, AXES), key=order))
+
+
+def _axes(grid: dict[str, int]) -> str:
+    """The axes longer than 1; z alone and y alone are one family, as are x·z and x·y."""
+    found = "".join(name for name, size in grid.items() if size > 1)
+    return {"z": "y", "xz": "xy"}.get(found, found)
+
+
+def _winners(figure: Any, hidden: int) -> None:
+    axes, names = figure.subplots(), list(FAMILIES)
+    found = [[winner(ranks, tokens, hidden) for ranks in RANKS_DRAWN] for tokens in TOKENS]
+    for number, name in enumerate(names):
+        points = [
+            (RANKS_DRAWN[column], TOKENS[row]) for row, line in enumerate(found) for column, one in enumerate(line) if one == name
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), linestyle="none", label=FAMILIES[name], **look(number))
+    axes.set(xlabel="ranks", ylabel="tokens of a GPU", title=f"fewest words of a layer's forward, hidden {hidden:,}")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2)

@@ -9,19 +9,20 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ...cluster import load
-from ...comm.topology import Topology
-from ...dry.step import Setting
-from ...figures import BOTH_COLUMNS, look
-from ...nn.config import ModelConfig
-from ...parallel.schedule import build
-from ...parallel.simulate import timeline
-from ..cells import BLOCK, cells
-from ..formulas import bubble
-from ..links import members
-from ..price import Prices
-from ..programs.step import HALF, step
-from ..replay import replay
+from summa3d.cluster import load
+from summa3d.comm.topology import Topology
+from summa3d.dry.step import Setting
+from summa3d.figures import BOTH_COLUMNS, look
+from summa3d.nn.config import ModelConfig
+from summa3d.parallel.schedule import build
+from summa3d.parallel.simulate import timeline
+from summa3d.plan.cells import BLOCK, cells
+from summa3d.plan.formulas import bubble
+from summa3d.plan.links import members
+from summa3d.plan.price import Prices
+from summa3d.plan.programs.step import HALF, step
+from summa3d.plan.replay import replay
+
 from . import limits
 from .figures import drawn
 from .fit import Numbers
@@ -251,7 +252,7 @@ SOURCES: tuple[Callable[[], Iterator[Claim]], ...] = (
 
 
 def report() -> dict[str, Any]:
-    """What `summa3d plan --paper claims --json` prints: every claim, and how many of them hold."""
+    """What `python -m papers claims --json` prints: every claim, and how many of them hold."""
     found = [claim for source in SOURCES for claim in source()]
     return {
         "paper": "claims",

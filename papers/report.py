@@ -1,17 +1,21 @@
-"""The report of a paper: printed, corrected and predicted numbers, errors, and predictions of rows without themselves."""
+"""The report of a paper: printed, corrected and predicted numbers, errors, predictions of rows without themselves; its text."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import mean, median
 from typing import Any
 
+from summa3d.columns import aligned
+
 from .fit import PROGRAM, ReportedNumber, error, fit, held_out, out_of_fold
-from .paper import Paper
+from .paper import MARKS, Paper
+
+COLUMNS = ("", "row", "reported", "corrected", "predicted", "error")
 
 
 def report(paper: Paper) -> dict[str, Any]:
-    """What `summa3d plan --paper NAME --json` prints: rows, and a summary of their errors, as fractions.
+    """What `python -m papers NAME --json` prints: rows, and a summary of their errors, as fractions.
 
     Rows are predicted with the numbers of the clusters' files. leave_one_out is the median error of each fitted row by a fit to
     the others; null where nothing is fitted.
@@ -103,3 +107,50 @@ def _orderings(paper: Paper, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any
     ]
     missed = [f"{one[2]} against {other[2]}" for one, other in pairs if (one[0] < other[0]) != (one[1] < other[1])]
     return {"right": len(pairs) - len(missed), "of": len(pairs), "missed": missed}
+
+
+def as_text(paper: Paper, found: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of `report`."""
+    table = paper.table
+    yield f"{table['title']}\n{table['source']}\n{found['unit']}\n"
+    yield from aligned([COLUMNS, *(_cells(row) for row in found["rows"])], left=(0, 1))
+    yield "\n● fitted to  ○ predicted only  × never fitted to"
+    yield from _summary(found)
+    yield ""
+    yield from (f"erratum: {row['name']}: {row['erratum']}" for row in table["row"] if "erratum" in row)
+    yield from (f"note: {note}" for note in table.get("notes", ()))
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    corrected = "" if row["corrected"] is None else f"{row['corrected']:.4g}"
+    return MARKS[row["use"]], row["name"], f"{row['reported']:.4g}", corrected, f"{row['predicted']:.4g}", f"{row['error']:+.1%}"
+
+
+def _summary(found: Mapping[str, Any]) -> Iterator[str]:
+    summary = found["summary"]
+    yield f"{summary['n']} rows, {summary['fitted']} fitted numbers: error {_errors(summary)}"
+    if "fit" in found:
+        yield f"each row by a fit to the others: {_errors(found['leave_one_out'])}"
+        for one in found["extrapolations"]:
+            yield f"{one['name']}: {one['n']} rows, median {one['median']:.1%}, max {one['max']:.1%}"
+        ends = dict.fromkeys(found["at_bound"], " (at an end of its range)")
+        yield "fit: " + ", ".join(f"{key} = {value:g}{ends.get(key, '')}" for key, value in found["fit"].items())
+    if "orderings" in found:
+        orderings = found["orderings"]
+        missed = f"; missed: {', '.join(orderings['missed'])}" if orderings["missed"] else ""
+        yield f"which of two is faster: {orderings['right']} of {orderings['of']} right{missed}"
+    for one in found.get("variants", ()):
+        yield f"{one['name']}: error {_errors(one)}"
+    if "choices" in found:
+        yield from _choice_lines(found["choices"])
+
+
+def _choice_lines(choices: Mapping[str, Any]) -> Iterator[str]:
+    yield f"order of all rows by such fits: Spearman {choices['spearman']:.2f}; the fastest of each group by such fits:"
+    yield from (f"  {one['group']}: {one['regret']:.1%} slower than the best of {one['of']}" for one in choices["groups"])
+    regret = choices["regret"]
+    yield f"  median {regret['median']:.1%}, mean {regret['mean']:.1%}, max {regret['max']:.1%}"
+
+
+def _errors(of: Mapping[str, float]) -> str:
+    return f"median {of['median']:.1%}, mean {of['mean']:.1%}, max {of['max']:.1%}"
