@@ -40,8 +40,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        help="Train this configuration: one that is shipped with summa3d (demo), or a TOML file. A run that is resumed has its "
-        "own by default.",
+        help="Train this configuration: one that is shipped with summa3d (demo), a model's (llama-7b), or a TOML file. A run "
+        "that is resumed has its own by default.",
     )
     parser.add_argument(
         "--run",
@@ -127,6 +127,15 @@ def check_run(folder: Path) -> None:
     raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
 
 
+def default_folder(config: str) -> Path:
+    """The run folder of a configuration, without --run.
+
+    >>> default_folder("gpt3-1.3b").as_posix(), default_folder("own/books.toml").as_posix()
+    ('runs/gpt3-1.3b', 'runs/books')
+    """
+    return Path("runs") / Path(config).name.removesuffix(".toml")
+
+
 def check_folder(folder: Path, used: bool) -> None:
     """Raise ConfigError where a job of this host uses a folder, or where it holds a run but is not to be `used`."""
     from ..train import lease, prepare
@@ -161,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         preemption.stop_listening()  # there is nothing to save
     _check_arguments(args)
-    folder = args.run or Path("runs") / Path(args.config).stem
+    folder = args.run or default_folder(args.config)
     resumes = _continues(args, folder)
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)

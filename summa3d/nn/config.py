@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from ..comm.topology import divisors
 from ..errors import ConfigError
+from ..files import read_toml
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads
 REQUIRED = SIZES[:5]
 """The sizes that have no default of their family."""
 MOST_LAYERS, LARGEST_SIZE = 4096, 2**31 - 1
+MODELS = Path(__file__).with_name("models.toml")
+COMMON = {"sequence": 2048, "vocabulary": 51200}
+"""Sizes of models that are planned, named or not, and have none of their own: those of Megatron-LM's GPTs."""
 ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_high")
 
 
@@ -251,6 +257,15 @@ class ModelConfig:
                 f"{sequence} positions. Leave it out."
             )
         super().__setattr__("sequence", sequence)  # frozen from here on
+
+
+def named_models() -> dict[str, dict[str, Any]]:
+    """The models by name, as tables of a configuration's `model`.
+
+    >>> named_models()["llama2-70b"]["kv_heads"], named_models()["gpt3-175b"]["sequence"]
+    (8, 2048)
+    """
+    return {name: {**COMMON, **keys} for name, keys in read_toml(MODELS).items()}
 
 
 def _divisors(n: int) -> str:

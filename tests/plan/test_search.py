@@ -23,7 +23,7 @@ from summa3d.cluster import Cluster, load
 from summa3d.dry.record import ENTER, LEAVE
 from summa3d.dry.step import Rank
 from summa3d.errors import ClusterError, ConfigError
-from summa3d.nn.config import ModelConfig
+from summa3d.nn.config import ModelConfig, named_models
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import command
 from summa3d.plan.search import store as kept
@@ -33,7 +33,7 @@ from summa3d.plan.search.explain import explain
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import extent, memory
 from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Era, OuterGrid, Plan, PlanTable, Space, columns, refused, tiles
-from summa3d.plan.search.request import bytes_of, models, request, space_of
+from summa3d.plan.search.request import bytes_of, request, space_of
 from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.store import Store, file_of
 from summa3d.plan.search.timing import Times, elements_of
@@ -486,7 +486,7 @@ def test_a_configuration_without_a_model_is_planned_with_the_default_one(tmp_pat
 
 
 def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:
-    for name in models():
+    for name in named_models():
         assert request([name], 8, CLUSTER).config.model.layers > 1
     every = Space(ModelConfig(layers=8, hidden=512, heads=16, sequence=64), 64, 64, "bfloat16", "cuda", (8,))
     found = [*plans(every)]
