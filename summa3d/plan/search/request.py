@@ -19,6 +19,8 @@ from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys
 SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 HALF = ("bfloat16", "float16")
+OPTIMIZER = ("train.optimizer=", "train.muon.")
+"""How keys of a configuration begin that a plan does not decide, beside the model's."""
 WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "selective", "full"), "grid.order": (",".join(ORDER),)}
 WORDS |= {"pipeline.schedule": SCHEDULES}
 """Key → the words that it takes, of those that take one of a few."""
@@ -37,6 +39,8 @@ class Request:
 
 def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cluster) -> Request:
     """The model that words name: a name, a configuration (shipped, or a TOML file), then KEY=VALUE of `model`; or one itself.
+
+    KEY may be of the optimizer too: train.optimizer, train.muon.….
 
     A configuration keeps its dtype; other models have the first of HALF that the cluster has a rate of, else float32.
 
@@ -60,7 +64,7 @@ def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cl
     else:
         every = [*known, *shipped()]
         raise ConfigError(f"unknown model {names[0]!r}; the nearest is {nearest(names[0], every)}. Known: {', '.join(every)}.")
-    override(Config, table, [word if word.startswith("model.") else f"model.{word}" for word in given])
+    override(Config, table, [word if word.startswith(("model.", *OPTIMIZER)) else f"model.{word}" for word in given])
     if not names and table["model"].get("family", "gpt2") in SPECIAL_TOKENS:
         table["model"] = COMMON | table["model"]
     return _request(name, table, batch)
