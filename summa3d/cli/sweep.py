@@ -99,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from ..sweep.file import load
     from ..sweep.lines import known_in
     from ..sweep.run import Runner, plan_table, planned, status_table, write_jobs
+    from ..train.progress import Pulse
 
     sweep = load(args.file, args.assignments)
     directory = args.dir or FOLDER / sweep.name
@@ -106,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         command = ["summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args)]
         print("\n".join(write_jobs(sweep, command, directory)))
         return 0
-    points, refused = planned(sweep)
+    points, refused = planned(sweep, Pulse(f"sweep {args.act}").of("checking point"))
     known = known_in(directory, _say)
     if args.act == "plan" and args.json:
         from ..sweep.measure import about

@@ -93,11 +93,12 @@ def pick(
     chosen = {} if REPLICAS not in config.chosen else {"dp": found[0].config.grid.dp}
     if len(found) == 1:
         return Pick(found[0].choice.scheme, {**found[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
-    times, priced = Times(cluster, Exact(tell)), []
+    times, priced = Times(cluster, Exact(tell), config.train), []
     for one in shortened(found):
         plan = plan_of(one.config, one.choice, cluster)
         try:
-            priced.append((times.seconds(plan), memory(plan, *times.store.cells(plan.inner, plan.units)).total, one))
+            held = memory(plan, *times.store.cells(plan.inner, plan.units), times.muon(plan))
+            priced.append((times.seconds(plan), held.total, one))
         except (LayoutError, GridError):  # some ragged sizes fit a scheme's layers, and not the planner
             continue
     fewest = max(cluster["device.memory"], min(held for _, held, _ in priced))

@@ -32,8 +32,10 @@ export SUMMA3D_MPIEXEC=${{SUMMA3D_MPIEXEC:-srun --kill-on-bad-exit=1}}
 """
 
 
-def planned(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
+def planned(sweep: Sweep, tell: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[Point], list[Refusal]]:
     """The points of a sweep, and those that are refused, by scheme, grid, configuration or memory.
+
+    tell : is given how many points are checked, of how many
 
     Raises ClusterError for an unknown cluster, and for a dtype that it has no peak of.
     """
@@ -41,7 +43,8 @@ def planned(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
     cluster = predict.cluster_of(sweep)
     limit = sweep.memory or (0.0 if cluster is None else cluster["device.memory"])
     fitting = []
-    for point in points:
+    for number, point in enumerate(points):
+        tell(number, len(points))
         if cluster is not None and point.what != "gemm":
             cluster.peak(point.settings.dtype)  # raises the error of a dtype that the cluster does not know, before anything runs
         try:

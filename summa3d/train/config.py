@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf, isfinite, prod
@@ -15,7 +16,7 @@ from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
 from ..files import read_json, read_toml, replacing, titles, whole
-from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
+from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig, named_models
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..node_support import MOST_SECONDS
@@ -46,6 +47,8 @@ MOST_ITERATIONS = 99
 MOST_RANKS = 2**20
 """Of an axis."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
+OF_NAMED_MODELS: dict[str, Any] = {"dtype": "bfloat16", "train": {"batch": 512, "accumulate": 8}}
+"""Keys of the configuration that is a model's by name, beside `model` and `data`."""
 
 
 @dataclass(frozen=True)
@@ -616,7 +619,8 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
 
     Parameters
     ----------
-    source : the name of a configuration that is shipped with the package ("demo"), or the path of a TOML file
+    source : the name of a configuration that is shipped with the package ("demo"), of a model ("llama-7b"), or the path of a TOML
+        file
     assignments : overrides of the form ``key=value``, as of `--set`
 
     Raises ConfigError for a missing or unreadable file, an unknown key (naming the nearest known key), a value of a wrong type,
@@ -673,13 +677,20 @@ def to_table(config: Config) -> dict[str, Any]:
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The TOML table of a configuration that is shipped with the package, or of a file. Raises ConfigError as `load` does."""
-    path = Path(source)
+    """The TOML table of a configuration that is shipped, of a model by name, or of a file. Raises ConfigError as `load` does.
+
+    That of a model has no corpus: its tokenizer is of as many numbers as the model has tokens.
+    """
+    path, models = Path(source), named_models()
+    if source in models:
+        tokens = numbers_of(toml.build(ModelConfig, models[source], "model."))
+        return {**deepcopy(OF_NAMED_MODELS), "model": models[source], "data": {"tokenizer": tokens}}
     if path.suffix != ".toml" and path.name == source:
         path = NAMED_CONFIGS / f"{source}.toml"
     if not path.is_file():
         raise ConfigError(
-            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())})."
+            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())}), "
+            f"nor a model ({', '.join(models)}). The nearest is {nearest(source, [*shipped(), *models])!r}."
         )
     try:
         return read_toml(path)

@@ -134,7 +134,7 @@ def _plans(
     sizes |= {"vocabulary": model.vocabulary, "gpus": ranks, "batch": batch, "ffn": model.ffn_dim, "profile": name}
     fused = program.switches.get("fused_attention", name == "summa3d")
     sizes |= {"dropout": 0.0 if fused else 0.1, "family": "llama" if model.family == "llama" else "gpt2"}
-    if model.family == "llama":
+    if model.grouped:
         sizes["kv_heads"] = model.num_kv_heads
 
     def of(key: str, values: Sequence[Any]) -> Sequence[Any]:
