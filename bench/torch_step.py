@@ -133,7 +133,7 @@ class TorchStep:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.taken, self.settings)
         self.optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     def _clip(self) -> None:
         plain = [p.grad for p in self.parameters if not isinstance(p, DTensor) and id(p) not in self.shared]
