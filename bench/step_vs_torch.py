@@ -9,6 +9,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -93,18 +94,20 @@ def on_plain_ranks(ranks: int) -> Any:
 def line(row: dict[str, Any]) -> str:
     """A row as text: both steps in milliseconds, and the peer's ÷ ours."""
     ours, peer = (median(row["seconds"][side]) * 1e3 for side in ("ours", "peer"))
-    found = quotient(row)
+    found, cpu = quotient(row), quotient(row, "processor")
     ends = "range" if found.is_range else "95 %"
     name = f"{row['pair']}, {row['ranks']} rank{'s' if row['ranks'] > 1 else ''}"
     sides = f"ours {ours:.1f} ms, torch {peer:.1f} ms ({row['threads']}), load {row['load']:.1f}"
-    return f"{name}: {sides}; torch ÷ ours {found.middle:.2f} [{found.ends} {ends}]"
+    return (
+        f"{name}: {sides}; torch ÷ ours {found.middle:.2f} [{found.ends} {ends}], of processor time {cpu.middle:.2f} [{cpu.ends}]"
+    )
 
 
-def quotient(row: dict[str, Any]) -> Any:
-    """The peer's time ÷ ours with its interval."""
+def quotient(row: dict[str, Any], of: str = "seconds") -> Any:
+    """The peer's time ÷ ours with its interval; of the clock on the wall, or of the processors of all ranks."""
     from summa3d.bench.statistics import ratio
 
-    return ratio(row["seconds"]["peer"], row["seconds"]["ours"])
+    return ratio(row[of]["peer"], row[of]["ours"])
 
 
 def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
@@ -192,7 +195,6 @@ def race(name: str, assignments: list[str], rounds: int, world: Any, folder: Pat
 
     peers = torch_step.Peers(run.config, draw, world.size, world.rank)
     peer = getattr(peers, PAIRS[name].peer)()
-    sides: dict[str, Callable[[], Any]] = {"ours": step, "peer": peer}
 
     def own() -> float:
         with torch.autograd.set_multithreading_enabled(False):
@@ -211,19 +213,21 @@ def race(name: str, assignments: list[str], rounds: int, world: Any, folder: Pat
 
     tried = {how: min(clock.spans(*[lambda how=how: other(how)] * WARM_UP)) for how in threads}
     best = world.bcast(min(tried, key=lambda how: tried[how]))
-    sides = {"ours": own, "peer": lambda: other(best)}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    sides: dict[str, Callable[[], Any]] = {"ours": own, "peer": lambda: other(best)}
+    seconds, processor = ({side: list[float]() for side in sides} for _ in range(2))
     clock.spans(own)
     for number in range(rounds):
         order = [*sides] if number % 2 == 0 else [*sides][::-1]
         for side in order:
+            before = time.process_time()
             seconds[side] += clock.spans(sides[side])
+            processor[side].append(world.allreduce(time.process_time() - before))
     if world.rank == 0:
         note(f"{name}, {world.size} ranks: done")
     multiplies = run.grid.job.blas.name
     run.grid.free()
-    load = os.getloadavg()[0]
-    return {"pair": name, "ranks": world.size, "threads": best, "load": load, "seconds": seconds}, multiplies
+    about_it = {"pair": name, "ranks": world.size, "threads": best, "load": os.getloadavg()[0]}
+    return {**about_it, "seconds": seconds, "processor": processor}, multiplies
 
 
 if __name__ == "__main__":
