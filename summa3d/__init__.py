@@ -8,7 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from . import waiting as _waiting
+
 __version__ = "0.1.0"
+
+_waiting.yield_cores()
 
 if TYPE_CHECKING:
     from .comm.grid import Grid

@@ -2,8 +2,9 @@
 
     piped.py TRANSPORT SCHEDULE RANKS MICRO_BATCHES CHUNKS WORDS STEPS [ssend]
 
-TRANSPORT : mpi; nccl, on fake devices, by the channel's links, or grouped, by one communicator that queues messages lazily. The
-ranks of the job that are left over by the pipeline are inner ones, which sum over their stage in each op.
+TRANSPORT : mpi, or node, the node's memory; nccl, on fake devices, by the channel's links, or grouped, by one communicator that
+queues messages lazily. The ranks of the job that are left over by the pipeline are inner ones, which sum over their stage in
+each op.
 """
 
 from __future__ import annotations
@@ -131,13 +132,15 @@ def main(transport: str, name: str, *numbers: str) -> None:
     p, m, v, words, steps = map(int, numbers[:5])
     world = MPI.COMM_WORLD
     schedule, arrays, device = build(name, p, m, v), Host(), None
-    if transport != "mpi":
+    if transport not in ("mpi", "node"):
         patience = DEADLOCK if transport == "grouped" else fake_device.PATIENCE
         device = fake_device.use(fake_device.Device(world, "concurrent", seed=world.rank, patience=patience))
         arrays = Fake(device)
-    options = {"node_memory": True} if transport == "mpi" else {"transport": "nccl", "device": device}
+    options = {"node_memory": True} if transport in ("mpi", "node") else {"transport": "nccl", "device": device}
     grid = Grid(world, {"pp": p, "z": world.size // p}, order=["z", "pp"], check=False, **options)  # type: ignore[arg-type]
     channel = Channel(grid["pp"], schedule.homes)
+    if transport == "mpi":
+        channel._lanes = None
     if "ssend" in numbers:
         channel._members = replace(channel._members, comm=Synchronous(channel.comm))
     if transport == "nccl":

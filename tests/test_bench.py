@@ -121,6 +121,37 @@ def test_products_in_pieces_stand_beside_their_arithmetic_and_their_messages_alo
     row = json.loads(ended.stdout.splitlines()[-1])
     assert set(row["seconds"]) == {"arithmetic", "messages", "1", "2", "4", "8", "16"}
     assert row["predicted"]["1"] == pytest.approx(row["seconds"]["arithmetic"][0] + row["seconds"]["messages"][0])
+def test_a_step_stands_beside_torchs_on_the_same_ranks(tmp_path):
+    """Losses agree first: a pair that trains another model raises an error."""
+    pairs, file = ("1f1b", "zb-v", "ddp", "tp"), tmp_path / "torch.json"
+    said = run(
+        "step_vs_torch.py", "--small", "--ranks", "2", "--rounds", "1", "--pairs", *pairs, "--json", str(file), patience=300
+    )
+    rows = json.loads(file.read_text())["rows"]
+    assert tuple(row["pair"] for row in rows) == pairs
+    assert all(len(times) == 1 and times[0] > 0 for row in rows for times in row["seconds"].values())
+    assert "geometric mean of 4 pairs ≥ 1.15" in said.splitlines()[-1]
+
+
+@pytest.mark.wide
+def test_every_pair_of_steps_trains_torchs_model(tmp_path):
+    file = tmp_path / "torch.json"
+    run("step_vs_torch.py", "--small", "--rounds", "1", "--json", str(file), patience=600)
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 1 + 2 * 8 and {row["ranks"] for row in rows} == {1, 2, 4}
+
+
+def test_a_race_of_steps_claims_that_no_pair_is_behind(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    claims = importlib.import_module("step_vs_torch").claims
+
+    def row(peer: float, ranks: int = 2) -> dict[str, Any]:
+        return {"pair": "ddp", "ranks": ranks, "seconds": {"ours": [1.0, 1.0], "peer": [peer, peer]}}
+
+    assert [held for _, held in claims([row(1.1, ranks=1), row(1.2), row(1.2, ranks=4)])] == [True, True, True]
+    assert [held for _, held in claims([row(0.9, ranks=1)])] == [False]
+    assert [held for _, held in claims([row(0.9), row(2.0, ranks=4)])] == [False, True]
+    assert [held for _, held in claims([row(1.1), row(1.1, ranks=4)])] == [True, False]
 
 
 @pytest.mark.wide

@@ -19,6 +19,7 @@ ORDER = (
     "dtypes",
     "cluster",
     "node_support",
+    "waiting",
     "interpreter",
     "preemption",
     "blas_library",

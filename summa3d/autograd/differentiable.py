@@ -219,6 +219,8 @@ class GatheredProduct(Product):
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, and the shards or (without `regather`) the gathered operands."""
         self.cuboid.check(a, b)
+        if self.cuboid.is_local:
+            return self.cuboid.workspace.multiply(a, b, self.plan.form), (a, b)
         view = self.regather  # operands that backward keeps must be copies, not views of a slot
         if self.in_flight.source is None:
             gathered = self.cuboid.gather_both(a, b, view)
@@ -230,7 +232,7 @@ class GatheredProduct(Product):
 
     def share(self, c: Tensor) -> Tensor:
         """Return dC gathered along z; a view is valid until the next collective on z."""
-        return self.cuboid.gather_c(c, view=True)
+        return c if self.cuboid.is_local else self.cuboid.gather_c(c, view=True)
 
     def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
         """Return this rank's block of dC, or (without `regather`) a copy of the gathered dC."""
@@ -246,6 +248,8 @@ class GatheredProduct(Product):
 
     def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
         """Start dA; the reduce-scatter along y is in flight when this returns."""
+        if self.cuboid.is_local:
+            return Completed(local(self.cuboid.workspace, self.of_a, shared, b))
         if self.regather:
             b = self._gathered_b(b, view=True, forward=False)
         partial = local(self.cuboid.workspace, self.of_a, shared, b, self.cuboid.summand_buffer("a", shared))
@@ -254,6 +258,8 @@ class GatheredProduct(Product):
 
     def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
         """Start dB; the reduce-scatter along x is in flight when this returns."""
+        if self.cuboid.is_local:
+            return Completed(local(self.cuboid.workspace, self.of_b, shared, a))
         if self.regather:
             a = self.cuboid.gather_a(a, view=True)
         partial = local(self.cuboid.workspace, self.of_b, shared, a, self.cuboid.summand_buffer("b", shared))

@@ -20,9 +20,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from .. import preemption
 from ..comm.health.processes import launched_as
 from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
-from ..files import LARGEST_WHOLE, whole
+from ..files import LARGEST_WHOLE
 from ..launch.runtime import (
-    LIKE_OPEN_MPI,
     VENDOR_NAMES,
     let_idle_threads_sleep,
     no_library,
@@ -31,11 +30,11 @@ from ..launch.runtime import (
     usable_cores,
     vendor_of,
     version_of,
-    waiting_settings,
 )
 from ..launch.segments import unname
 from ..launch.slurm import TYPE_VARIABLE, advice
 from ..node_support import affinity, forbidden, watchdog_seconds
+from ..waiting import LIKE_OPEN_MPI, local_ranks, waiting_settings
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -383,8 +382,7 @@ def _check_launcher(version: str, size: int | None) -> None:
 
 def _yield_while_waiting(vendor: str) -> None:
     """Let waiting ranks yield their core where a plain mpiexec started more ranks than cores, as `summa3d launch` does."""
-    local = os.environ.get("OMPI_COMM_WORLD_LOCAL_SIZE") or os.environ.get("MPI_LOCALNRANKS") or "1"
-    if (whole(local) or 1) > usable_cores():
+    if local_ranks() > usable_cores():
         for name, value in waiting_settings(vendor).items():
             os.environ.setdefault(name, value)
 

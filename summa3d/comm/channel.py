@@ -17,11 +17,12 @@ from .axis import Axis
 from .communicators import comm_of
 from .device.arrays import Array, count, dtype_name, is_on_device, place_of
 from .health import flight
+from .lanes import Lanes
 from .pending import Pending, Reported
 from .transport.call import Route
 from .transport.nccl import NcclLink, NcclTransport
 from .transport.p2p import CODES, HEADER
-from .transport.progress import IN_FLIGHT
+from .transport.progress import IN_FLIGHT, doze
 
 KINDS = ("F", "B")
 """Forward: the input of a stage; backward: the gradient of a stage's output."""
@@ -62,7 +63,8 @@ class Channel:
 
     A send starts at once and never blocks. A receive may be posted long before it is waited for; its words are counted in the
     phase in which it is waited for. Messages of one kind to one stage arrive in the order of their sends. With debug checks a
-    message carries what it is, and its receiver compares.
+    message carries what it is, and its receiver compares. Those between members of a node go through its memory, but for debug
+    checks; who waits for one sleeps.
 
     ``channel.send(y, 2, "F", micro)`` on the member that holds stage 1, ``channel.start_receive(x, 2, "F", micro).wait()`` on
     that of stage 2.
@@ -91,6 +93,8 @@ class Channel:
             self._members = replace(self._members, comm=axis.comm.Dup())
             self.ranks = tuple(axis.comm.group.Translate_ranks(list(self.ranks), MPI.COMM_WORLD.group))
         self.comm = self._members.comm
+        ends = {self._tag(stage, kind): (link.source, link.target) for (kind, stage), link in self.links.items()}
+        self._lanes = None if axis.check or self.comm == MPI.COMM_NULL else Lanes.over(self._members, ends)
         self._nccl: dict[Link, NcclLink] = {}
         self._sends: list[Pending] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
@@ -161,10 +165,12 @@ class Channel:
     def finish(self) -> None:
         """Return once all that was sent has arrived."""
         for pending in self._sends:
+            flight.mark(pending.number, flight.WAITED_FOR)
+            doze(partial(_is_done, pending))
             pending.wait()
-        if self._headers:
-            MPI.Request.Waitall([request for request, _ in self._headers])
-        self._sends, self._headers = [], []
+        self._sends = []
+        doze(lambda: all(request.Test() for request, _ in self._headers))
+        self._headers = []
 
     def free(self) -> None:
         """Finish, and release the communicators (collective over the axis); a second call does nothing."""
@@ -175,12 +181,18 @@ class Channel:
         for link in self._nccl.values():
             link.close()
         self._nccl.clear()
+        if self._lanes is not None:
+            doze(self.comm.Ibarrier().Test)  # what was sent lies in its sender's memory until it is taken
+            self._lanes.free()
+            self._lanes = None
         if self.comm != self.axis.comm:
             self.comm.Free()
 
     def _begin(self, route: Route, array: Array, link: Link, number: int) -> Reported:
         transport: Any = self.axis.transports.host
-        if route.on_device:
+        if self._lanes is not None and not route.on_device and self._lanes.take(route.tag):
+            transport = self._lanes
+        elif route.on_device:
             transport = self.axis.transports.between_two(array)
             if isinstance(transport, NcclTransport):
                 if link not in self._nccl:
@@ -266,6 +278,10 @@ class Incoming:
             sent, wanted = (bytes(text).rstrip(b"\0").decode() for text in (arrived, expected))
             axis = self._channel.axis
             raise AgreementError(f"{axis.label} {axis.index} waits for {wanted}, and was sent {sent}.")
+
+
+def _is_done(pending: Pending) -> bool:
+    return pending.done
 
 
 def _header(array: Array, stage: int, kind: str, micro: int) -> bytes:

@@ -218,10 +218,10 @@ class BaseGrid(OfThisProcess):
         """Return the axis of these ranks, which is kept under `key`; `asked` is the call that asks for it."""
         if key not in self._axes:
             self.communicators.check_in_use(self)
-            node = rule if len({self.job.nodes[rank] for rank in members}) == 1 else None
+            nodes = tuple(self.job.nodes[rank] for rank in members)
             with flight.waiting_in("the first use", f"{'·'.join(key)} ({len(members)} ranks)"), self.job.making(asked):
                 comm = self.communicators.of(members, self, asked, key)
-                self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, node)
+                self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, rule, nodes)
         return self._axes[key]
 
     def _line(self, asked: str, names: tuple[str, ...], size: int, index: int, new_comm: Callable[[], MPI.Intracomm]) -> Axis:
@@ -232,10 +232,18 @@ class BaseGrid(OfThisProcess):
                 self._axes[asked,] = self._new_axis(names, size, index, new_comm())
         return self._axes[asked,]
 
-    def _new_axis(self, names: tuple[str, ...], size: int, index: int, comm: MPI.Intracomm, node: NodeRule | None = None) -> Axis:
+    def _new_axis(
+        self,
+        names: tuple[str, ...],
+        size: int,
+        index: int,
+        comm: MPI.Intracomm,
+        rule: NodeRule | None = None,
+        nodes: tuple[int, ...] = (),
+    ) -> Axis:
         job = self.job
         number = 1 if names == EVERYONE else job.number  # ranks outside do not know it
-        members = Members("·".join(names), size, index, comm, self.ledger, node, job.transport, number)
+        members = Members("·".join(names), size, index, comm, self.ledger, rule, nodes, job.transport, number)
         return Axis(names, job.transports(members), job.check)
 
 

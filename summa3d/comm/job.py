@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,12 +15,17 @@ from mpi4py import MPI
 from ..blas_library import TORCH, BlasRule, common_rule, rule_for_tensors
 from ..errors import ConfigError, GridError, Summa3dError
 from ..node_support import affinity, why_no_node_memory
+from ..waiting import cores_are_yielded
 from .device.backend import Backend
 from .health.agreement import compare, facts_of
 from .topology import Topology
 from .transport.select import NodeRule
 from .transport.transports import TransportFactory
 
+POLLS = (
+    "ranks outnumber the cores, and those that wait in MPI keep theirs: it was started before summa3d was imported. "
+    "Import summa3d before mpi4py.MPI, or start the ranks by `summa3d launch`."
+)
 NOTHING_MULTIPLIED = BlasRule(TORCH, "nothing is multiplied here", {})
 
 
@@ -64,8 +70,11 @@ class Job:
         nodes = sorted(set(leaders))
         self.nodes = [nodes.index(leader) for leader in leaders]
         self.blas = _rule_of_all(rules)
+        crowded = _is_crowded(cores, self.nodes)
         if comm.size > 1 and all(wanting):
-            self.node_rule = NodeRule(_is_crowded(cores, self.nodes), node_memory is True)
+            self.node_rule = NodeRule(crowded, node_memory is True)
+        if crowded and comm.rank == 0 and (self.node_rule is None or len(nodes) > 1) and not cores_are_yielded():
+            warnings.warn(POLLS, RuntimeWarning, stacklevel=3)
         self.number = Job.made = max(numbers)
 
     @contextmanager

@@ -61,7 +61,7 @@ class DryTransports(Transports):
     """
 
     def __init__(self, members: Members, on_device: bool) -> None:
-        super().__init__(replace(members, node=None))
+        super().__init__(replace(members, rule=None))
         self.members, self.host = members, DryTransport(on_device)
         self.in_node = members.node is not None and members.size > 1
         self._slot_bytes = [0] * SLOTS

@@ -17,6 +17,7 @@ from pathlib import Path
 from .. import interpreter
 from ..errors import LaunchError
 from ..node_support import affinity, forbidden
+from ..waiting import LIKE_OPEN_MPI, waiting_settings
 
 MPIEXEC_VARIABLE = "SUMMA3D_MPIEXEC"
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -33,14 +34,8 @@ VENDOR_NAMES = {
     "slurm": "Slurm",
     "unknown": "an unknown MPI",
 }
-LIKE_OPEN_MPI = ("openmpi", "spectrum")  # Spectrum MPI is based on Open MPI: launcher and ranks read the same variables
 # All libraries that are based on MPICH share the Hydra launcher.
 FITTING_LAUNCHERS = {"mpich": ("mpich",), "intel": ("intel", "mpich"), "openmpi": ("openmpi",), "spectrum": ("spectrum",)}
-WAITING_VARIABLES = {
-    "mpich": ("MPIR_CVAR_POLLS_BEFORE_YIELD", "MPIR_CVAR_ENABLE_HEAVY_YIELD"),
-    "openmpi": ("OMPI_MCA_mpi_yield_when_idle",),
-}
-POLLS_BEFORE_YIELD = "10"  # the fastest measured with 8 ranks on 2 quiet cores; MPICH's default is 1000
 PROBE = """
 import json, pathlib, mpi4py
 mpi4py.rc.initialize = False
@@ -267,17 +262,6 @@ def rank_environment(vendor: str, ranks: int, cores: int, environ: Mapping[str, 
         settings |= waiting
         words += ["ranks that wait in MPI yield"] if waiting else []
     return {name: value for name, value in settings.items() if name not in environ}, ", ".join(words)
-
-
-def waiting_settings(vendor: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables that make waiting ranks yield their core, as MPI_Init reads them; {} where the user has set one of them.
-
-    >>> waiting_settings("openmpi", {})
-    {'OMPI_MCA_mpi_yield_when_idle': '1'}
-    """
-    kind = "openmpi" if vendor in LIKE_OPEN_MPI else "mpich"
-    names, value = WAITING_VARIABLES[kind], {"openmpi": "1", "mpich": POLLS_BEFORE_YIELD}[kind]
-    return {} if any(name in environ for name in names) else {names[0]: value}
 
 
 def _openmpi_settings(oversubscribed: bool) -> dict[str, str]:

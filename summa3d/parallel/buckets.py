@@ -53,9 +53,10 @@ class Bucket:
         """The words of each member's parts."""
         return [sum(part.words for part in parts) for parts in self.members]
 
-    def pack(self, blocks: Mapping[str, Tensor]) -> Tensor:
-        """The message of this rank's whole blocks: a copy."""
-        return torch.cat([blocks[part.name][part.start : part.stop].reshape(-1) for part in itertools.chain(*self.members)])
+    def pack(self, blocks: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        """The message of this rank's whole blocks: a copy, in `out` where it is given."""
+        parts = [blocks[part.name][part.start : part.stop].reshape(-1) for part in itertools.chain(*self.members)]
+        return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
     def unpack(self, message: Tensor, blocks: Mapping[str, Tensor]) -> None:
         """Overwrite this rank's whole blocks by a message: the inverse of `pack`."""

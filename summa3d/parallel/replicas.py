@@ -14,6 +14,7 @@ import torch
 
 from ..comm.health.agreement import check_agreement
 from ..comm.topology import replica_axes
+from ..comm.transport.select import NodeRule
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
 from .states import ParameterState
@@ -164,8 +165,11 @@ class Replicas:
         """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""
         while len(self._in_flight) >= BUCKETS_IN_FLIGHT:
             self._end_oldest()
-        message = bucket.pack({name: self._summand(self.states[name]) for name in bucket.names})
-        pending = self.grid[bucket.axes].start_reduce_scatter(message, sizes=bucket.sizes)
+        axis, blocks = self.grid[bucket.axes], {name: self._summand(self.states[name]) for name in bucket.names}
+        like, words = blocks[bucket.names[0]], sum(bucket.sizes)
+        fits = axis.size * words * like.itemsize <= NodeRule.LARGEST
+        summands = axis.allocate((words,), like) if fits else None  # where a node's ranks sum them, without another copy
+        pending = axis.start_reduce_scatter(bucket.pack(blocks, summands), sizes=bucket.sizes)
         self._in_flight.append((bucket, pending))
 
     def finish(self) -> None:
@@ -221,7 +225,7 @@ class Replicas:
             states = [self.states[name] for name in bucket.names]
             blocks = _blocks(states, whole)
             message = torch.cat([_given(own(state)).to(blocks[state.name].dtype).reshape(-1) for state in states])
-            bucket.unpack(self.grid[bucket.axes].all_gather(message, sizes=bucket.sizes), blocks)
+            bucket.unpack(self.grid[bucket.axes].all_gather(message, sizes=bucket.sizes, view=True), blocks)
 
 
 def _blocks(states: Sequence[ParameterState], of: Callable[[ParameterState], Tensor | None]) -> dict[str, Tensor]:

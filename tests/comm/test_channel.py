@@ -16,6 +16,7 @@ import pytest
 
 from summa3d.comm.channel import Channel, Link, links_of
 from summa3d.comm.health import flight
+from summa3d.comm.lanes import LARGEST
 from summa3d.dry.place import DryPlace
 from summa3d.errors import AgreementError, GridError, ShapeError
 from summa3d.parallel.schedule import SCHEDULES, build, looped
@@ -144,19 +145,23 @@ def test_a_message_that_a_member_does_not_send_or_receive_is_refused(comm, make_
 
 
 @pytest.mark.mpi(sizes=(2,))
-def test_what_has_been_sent_is_let_go_of(comm, make_channel):
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_has_been_sent_is_let_go_of(comm, make_channel, kept):
+    """At once where it was copied to the node's memory; a large message, which MPI copies once, when it has arrived."""
     _, channel = make_channel(check=False)
+    elements = LARGEST // 8 + kept
     if comm.rank == 0:
-        block = np.ones(MIB)
+        block = np.ones(elements)
         alive = weakref.ref(block)
         channel.send(block, 1, "F", 3)
         del block
-        assert alive() is not None
+        channel.progress()
+        assert (alive() is not None) is kept
         comm.Barrier()
         channel.finish()
         assert alive() is None and channel.progress() == 0
     else:
-        incoming = channel.start_receive(np.empty(MIB), 1, "F", 3)
+        incoming = channel.start_receive(np.empty(elements), 1, "F", 3)
         comm.Barrier()
         assert incoming.wait()[-1] == 1 and incoming.wait() is incoming.wait()
 

@@ -10,6 +10,7 @@ import torch
 from scheme_table import GPT2
 
 from summa3d.comm.grid import Place
+from summa3d.comm.transport.select import NodeRule
 from summa3d.errors import AgreementError, ConfigError
 from summa3d.layout import Layout
 from summa3d.nn import build, scheme
@@ -144,3 +145,21 @@ def test_a_gradient_that_there_is_not_is_0(make_grid, zero):
             want = 0 if state.name == "second" else 3
             assert state.own_gradient.shape == state.shardings.partition.local_shape(grid)
             assert (state.own_gradient == want).all(), state.name
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("large", [False, True])
+def test_a_bucket_is_packed_where_it_is_summed_unless_it_is_too_large_for_the_nodes_memory(make_grid, monkeypatch, large):
+    grid, module = make_grid(dp=2, node_memory=True), torch.nn.Module()
+    module.weight = new_parameter(scheme("cuboid", grid), Layout((), ()), (5, 3), ("constant", 0.0), torch.float64, True)
+    (state,) = states = states_of(module, grid, 0)
+    replicas, plane, packed = Replicas.of(states, grid, 0, 1 << 20), grid["dp"], []
+    allocate, reduce_scatter = plane.allocate, plane.start_reduce_scatter
+    monkeypatch.setattr(plane, "allocate", lambda *sizes: packed.append(allocate(*sizes)) or packed[-1])
+    monkeypatch.setattr(plane, "start_reduce_scatter", lambda array, **how: packed.append(array) or reduce_scatter(array, **how))
+    if large:
+        monkeypatch.setattr(NodeRule, "LARGEST", 2 * 15 * 8 - 1)
+    state.add(torch.full((5, 3), grid.coordinates["dp"] + 1.0, dtype=torch.float64))
+    replicas.reduce()
+    assert len(packed) == 2 - large and packed[0] is packed[-1] is not None
+    assert state.own_gradient.numel() in (6, 9) and (state.own_gradient == 3).all()

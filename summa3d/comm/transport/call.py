@@ -32,8 +32,8 @@ NO_SIGNATURE: Signed = b"", 0
 class Members:
     """The members of an axis as one of them sees them: what the axis's transports are made of.
 
-    ledger : counts workspace, and times on a device. node : which collectives use the node buffer; None if the members do not
-    share a node's memory. wanted : the requested device transport (select.py). grid : the number of the axis's grid.
+    ledger : counts workspace, and times on a device. rule : what uses the memory of nodes; None, nothing does. nodes : each
+    member's node. wanted : the requested device transport (select.py). grid : the number of the axis's grid.
     """
 
     label: str
@@ -41,9 +41,15 @@ class Members:
     index: int
     comm: MPI.Intracomm
     ledger: Ledger
-    node: NodeRule | None = None
+    rule: NodeRule | None = None
+    nodes: Sequence[int] = ()
     wanted: str = "auto"
     grid: int = 1
+
+    @property
+    def node(self) -> NodeRule | None:
+        """Which collectives use the node buffer; None if the members do not share a node's memory."""
+        return self.rule if len(set(self.nodes)) == 1 else None
 
     @property
     def name(self) -> str:

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 from mpi4py import MPI
 
 from ...errors import AgreementError
-from .progress import is_done
+from .progress import REST, is_done
 
 CODES, HEADER = 16, 14
 """MPI's tags for each tag of a user, one for each dtype, so that messages of two dtypes never meet; that of channels' headers."""
 EXCHANGE_TAG = 32767  # the largest that every MPI offers, and no dtype's: no user's message meets it
-LOOKS, NAP = 200, 0.00005
-"""Looks at a message before its receiver sleeps, and the seconds that it sleeps at a time."""
+LOOKS = 200
+"""Looks at a message before its receiver sleeps."""
 GRACE, SLOWEST = 0.5, 10e6
 """Seconds, and bytes a second, in which the awaited message still arrives when a later one of another dtype is here before it."""
 
@@ -88,7 +88,7 @@ class Arriving:
                 return
         while not request.Test(status):
             self._look()
-            time.sleep(NAP)
+            time.sleep(REST)
 
     def _look(self) -> None:
         """Take a message of another dtype that has this one's tag, so that its sender is not left waiting, and raise.

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from mpi4py import MPI
 
 CROWD = 64
 """Number of requests above which completed ones are removed."""
+REST = 0.00005
+"""Seconds that a rank sleeps at a time while it waits for MPI, which would poll."""
+
+
+class Movable(Protocol):
+    """What is in flight: an MPI request, or what stands for one."""
+
+    def Get_status(self) -> bool:
+        """Whether it has completed; moves it, and never waits."""
 
 
 class Left(Protocol):
@@ -28,11 +38,11 @@ class RequestsInFlight:
     """
 
     def __init__(self) -> None:
-        self._requests: list[MPI.Request] = []
+        self._requests: list[Movable] = []
         self._left: list[Left] = []
         self._crowd = CROWD
 
-    def add(self, requests: Sequence[MPI.Request]) -> None:
+    def add(self, requests: Sequence[Movable]) -> None:
         """Remember what has been begun."""
         self._requests += requests
         if len(self._requests) > self._crowd:
@@ -51,12 +61,18 @@ class RequestsInFlight:
         return bool(self._requests)
 
 
-def is_done(request: MPI.Request) -> bool:
+def is_done(request: Movable) -> bool:
     """Whether MPI has completed a request, or failed in it: the owner's wait raises the error."""
     try:
         return request.Get_status()
     except MPI.Exception:
         return True
+
+
+def doze(done: Callable[[], bool]) -> None:
+    """Return once something is done that `done` also moves, asleep meanwhile: MPI's own wait takes a core."""
+    while not done():
+        time.sleep(REST)
 
 
 class Naps:

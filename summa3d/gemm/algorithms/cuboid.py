@@ -82,9 +82,13 @@ class CuboidPlan(ProductPlan):
 
 
 class Moves(NamedTuple):
-    """The collectives of an operand whose fine split is along `dim` of its `whole` block, prepared for each dtype that comes."""
+    """The collectives of an operand whose fine split is along `dim` of its `whole` block, prepared for each dtype that comes.
+
+    alone : whether the axis has one member: then they return what they are given, and are not called
+    """
 
     axis: Axis
+    alone: bool
     dim: int
     whole: tuple[int, int]
     gather: Prepared
@@ -96,7 +100,7 @@ class Moves(NamedTuple):
         """The collectives over an axis; parts are those of a balanced split."""
         sizes = tuple(split_sizes(whole[dim], axis.size))
         gather, gather_view = (Prepared(axis, "all_gather", dim=dim, sizes=sizes, view=view) for view in (False, True))
-        return cls(axis, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim=dim, sizes=sizes))
+        return cls(axis, axis.size == 1, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim=dim, sizes=sizes))
 
 
 class Cuboid(Executor):
@@ -113,6 +117,8 @@ class Cuboid(Executor):
     """
 
     plan: CuboidPlan
+    is_local: bool
+    """Whether no axis has several members: nothing is moved."""
 
     def _prepare(self) -> None:
         plan, grid = self.plan, self.grid
@@ -125,6 +131,7 @@ class Cuboid(Executor):
         c = (self.m, self.n)
         wholes = {"a": (self.y, a, plan.a_fine), "b": (self.x, b, plan.b_fine), "c": (self.z, c, plan.c_fine)}
         self._moves = {name: Moves.of(*whole) for name, whole in wholes.items()}
+        self.is_local = all(moves.alone for moves in self._moves.values())
         self._starts: dict[tuple[Any, ...], tuple[Collective, tuple[int, int] | None, bool]] = {}
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
@@ -172,9 +179,11 @@ class Cuboid(Executor):
 
         The result is a view where `view` allows one and the members share a node's memory; else it may lie in workspace.
         """
+        moves = self._moves[operand]
+        if moves.alone:
+            return Completed(block)
         key = operand, block.dtype, place_of(block), view, into_workspace
         if key not in self._starts:
-            moves = self._moves[operand]
             in_node = moves.axis.offers_views(block)
             named = into_workspace and not (in_node and moves.dim == 0)
             gather = (moves.gather_view if view and in_node and not named else moves.gather).of(block)
@@ -191,6 +200,8 @@ class Cuboid(Executor):
 
     def gather_both(self, a: Array, b: Array, view: bool = False) -> tuple[Array, Array]:
         """`gather_a` and `gather_b`: in the node's memory both are under way before either is waited for."""
+        if self._moves["a"].alone and self._moves["b"].alone:
+            return a, b
         first, second = self._start_gather("a", a, view), self._start_gather("b", b, view)
         return self._tracked(self.y, first.wait()), self._tracked(self.x, second.wait())
 
@@ -216,25 +227,32 @@ class Cuboid(Executor):
 
         None for a small one, by its shape, which all members of the axis share.
         """
-        axis, _, whole, *_ = self._moves[operand]
-        worth = axis.size > 1 and prod(whole) * like.itemsize >= WORTH_A_SLOT
+        axis, alone, _, whole, *_ = self._moves[operand]
+        worth = not alone and prod(whole) * like.itemsize >= WORTH_A_SLOT
         return axis.allocate(whole, like) if worth else None
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""
-        return self._moves["c"].scatter.of(partial).run(partial)
+        moves = self._moves["c"]
+        return partial if moves.alone else moves.scatter.of(partial).run(partial)
 
     def start_scatter_a(self, partial: Array) -> Pending:
         """Start summing dA along y and scattering it to A's layout. Words: (Y−1)·own."""
-        return self._moves["a"].scatter.of(partial).start(partial)
+        return self._start_scatter("a", partial)
 
     def start_scatter_b(self, partial: Array) -> Pending:
         """Start summing dB along x and scattering it to B's layout. Words: (X−1)·own."""
-        return self._moves["b"].scatter.of(partial).start(partial)
+        return self._start_scatter("b", partial)
+
+    def _start_scatter(self, operand: str, partial: Array) -> Pending:
+        moves = self._moves[operand]
+        return Completed(partial) if moves.alone else moves.scatter.of(partial).start(partial)
 
     def _gathered(self, operand: str, block: Array, view: bool) -> Array:
         """An operand's block gathered along its axis, counted as workspace."""
         moves = self._moves[operand]
+        if moves.alone:
+            return block
         return self._tracked(moves.axis, (moves.gather_view if view else moves.gather).of(block).run(block))
 
     def _tracked(self, axis: Axis, array: Array) -> Array:
