@@ -9,6 +9,8 @@ from .cost.machine import Machine
 from .cost.mean import lower_bound
 from .matmul import matmul
 from .matrix import DistMatrix
+from .symmetric.plan import SymmetricPlan, plan_syrk
+from .syrk import PackedSymmetric, syrk
 
 __all__ = [
     "AnyPlan",
@@ -16,9 +18,13 @@ __all__ = [
     "CuboidPlan",
     "DistMatrix",
     "Machine",
+    "PackedSymmetric",
+    "SymmetricPlan",
     "choose",
     "lower_bound",
     "matmul",
     "plan_any",
+    "plan_syrk",
+    "syrk",
     "volume",
 ]

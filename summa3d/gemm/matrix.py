@@ -18,7 +18,8 @@ from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import indices, redistribute, taken
 from . import describe, files, norms
-from .distributed import Distributed, check_kind, check_sizes
+from .distributed import Distributed, Shown, check_kind, check_sizes
+from .local.triangle import conjugate
 from .matmul import matmul
 
 
@@ -137,6 +138,15 @@ class DistMatrix(Distributed):
         """
         return self._with(converted(self.block, library, device), self.is_transposed)
 
+    def conj(self) -> DistMatrix:
+        """The conjugate. Moves nothing; of complex numbers a `Conjugated`, which reads this matrix's own block."""
+        return Conjugated(self) if dtype_name(self.block).startswith("complex") else self.view(self.block, False)
+
+    @property
+    def H(self) -> DistMatrix:
+        """The conjugate transpose: ``A @ A.H`` reads A's block alone. Moves and copies nothing."""
+        return self.conj().T
+
     def __matmul__(self, other: DistMatrix) -> DistMatrix:
         return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
 
@@ -207,3 +217,44 @@ class DistMatrix(Distributed):
         if isinstance(value, float) and name.startswith("int"):
             raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix float64, or take a whole factor.")
         return value
+
+
+class Conjugated(DistMatrix):
+    """The conjugate of `plain`, a complex matrix, whose block it reads at each use: what is written there is seen here.
+
+    `block` is a copy, read-only where the library knows such arrays; products of the matrix with itself make none.
+    """
+
+    def __init__(self, plain: DistMatrix) -> None:
+        self.plain, self.layout, self.grid, self.shape = plain, plain.layout, plain.grid, plain.shape
+        self.is_transposed, seen = plain.is_transposed, plain.shown
+        self.view_of = seen._replace(own=None, conjugated=True)
+
+    def __getattr__(self, name: str) -> Array:
+        """The block, which is no attribute of its own."""
+        if name != "block":
+            raise AttributeError(f"a conjugated matrix has no {name}")
+        block = conjugate(self.plain.block)
+        if isinstance(block, np.ndarray):
+            block.flags.writeable = False
+        return block
+
+    @property
+    def shown(self) -> Shown:
+        """The matrix whose elements this one shows, conjugated."""
+        return self.plain.shown._replace(conjugated=True)
+
+    @property
+    def T(self) -> DistMatrix:  # type: ignore[override]
+        """The transpose, conjugated too."""
+        return Conjugated(self.plain.T)
+
+    def conj(self) -> DistMatrix:
+        """`plain`."""
+        return self.plain
+
+    def with_block(  # type: ignore[override]
+        self, block: Array, layout: Ownership, shape: tuple[int, int] | None = None, is_transposed: bool = False
+    ) -> DistMatrix:
+        """A matrix of its own."""
+        return self.plain.with_block(block, layout, shape, is_transposed)
