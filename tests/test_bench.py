@@ -234,3 +234,14 @@ def test_claims_on_emulated_nodes_hold_near_the_prediction_alone(emulated):
     ]
     strong = race | {"part": "strong", "cases": [{**rows[0], "times": [1.0]}, {**rows[1], "times": [0.9]}]}
     assert [holds for _, holds in report.claims([strong])] == [False]
+
+
+def test_the_race_of_one_matrix_prints_times_words_and_multiply_adds_of_half_the_work(tmp_path):
+    said = run("symmetric.py", "--size", "96", "--rounds", "2", "--json", str(tmp_path / "race.json"))
+    rows = json.loads((tmp_path / "race.json").read_text())["rows"]
+    assert len(rows) == 2 and all(row["difference"] < 1e-14 and len(row["seconds"]["packed"]) == 2 for row in rows)
+    lines = said.splitlines()
+    assert lines[0].startswith("load ") and all(
+        line.startswith("holds: ") for line in lines if "multiply-adds" in line and "hold" in line.lower()
+    )
+    assert sum("of the busiest rank's words" in line for line in lines) == 4

@@ -9,7 +9,8 @@ from .cost.machine import Machine
 from .cost.mean import lower_bound
 from .matmul import matmul
 from .matrix import DistMatrix
-from .symmetric.plan import SymmetricPlan, plan_syrk
+from .one_matrix import plan_syrk
+from .symmetric.plan import SymmetricPlan
 from .syrk import PackedSymmetric, syrk
 
 __all__ = [

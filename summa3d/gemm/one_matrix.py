@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ..comm.device.arrays import dtype_name, empty, place_of
-from ..comm.grid import agree_on_call
+from ..comm.grid import BaseGrid, agree_on_call
 from ..errors import AgreementError, Summa3dError
-from .algorithms.checks import agree_on_out, check_dtype
+from ..layout.cyclic import Ownership, ownership
+from .algorithms.checks import agree_on_out, check_dtype, is_whole
 from .binding import KEPT_BINDINGS, Wanted, facts_of, target_of
+from .cost.machine import Machine
 from .distributed import Distributed, Matrix
 from .recognise import matching
 from .symmetric.executor import SymmetricProduct
-from .symmetric.plan import SymmetricPlan, planned
+from .symmetric.plan import FORMS, SymmetricPlan, check_form, check_storage, planned
 
 SLOWER, NOTICED = 1.25, 1e-4
 """The general product is taken where words and arithmetic alone are predicted to take that factor longer than it, and as many
@@ -52,6 +54,56 @@ def one_matrix(a: Any, b: Any, form: str) -> OneMatrix | None:
     if conjugated == other:
         return OneMatrix(first.matrix, plain, conjugated)
     return OneMatrix(first.matrix, plain.replace("t", "c"), conjugated != turns[0])
+
+
+class Lying(NamedTuple):
+    """Of a matrix, what says which algorithm multiplies it."""
+
+    layout: Ownership
+    shape: tuple[int, int]
+    is_transposed: bool = False
+
+
+def general_layout(a: Any, b: Any, grid: BaseGrid, form: str) -> Ownership | None:
+    """Where C lies by the algorithm that has the operands' layouts; None where there is none."""
+    found = matching(a, b, grid.shape, form, None, {})
+    return None if found is None else found[0].c_layout
+
+
+def plan_syrk(
+    a_layout: Ownership | str,
+    n: int,
+    k: int,
+    grid: BaseGrid,
+    out_layout: Ownership | str | None = None,
+    form: str = "n",
+    dtype: Any = "float64",
+    storage: str = "full",
+    objective: str = "seconds",
+    machine: Machine | None = None,
+) -> SymmetricPlan:
+    """The cheapest plan of C (n×n) = A·Aᵀ of one matrix (form n), Aᵀ·A (t), Aᴴ·A (c), or nt, tn, nc, cn. Moves nothing.
+
+    Parameters
+    ----------
+    a_layout : where A lies, as it is stored: n×k, or k×n with forms t and c
+    out_layout : the output layout of C; None, where the general product would leave it. storage : "lower" leaves the sums
+        packed on their owners, and has no out_layout
+    objective : "seconds", the fewest that are predicted; or "words". machine : as that of `plan_any`
+
+    `general` of the plan is the product of A and its transpose by `plan_any`, to compare words, multiply-adds and seconds.
+    Words of the ring X×K (A in m:x k:y, X odd), mean per rank: ½[(X−1)nk + (K−1)n(n+1)]/P, and of completion those of C
+    that a rank does not own, n²/P at most where C is spread evenly.
+    Raises what `plan_any` raises; ConfigError for another form or storage.
+    Source: Al Daas et al. 2023 (SPAA), arXiv 2409.11304, for the bound that the factor ½ reaches.
+    """
+    check_form(form)
+    check_storage(storage, out_layout)
+    form, target, layout = FORMS[form], out_layout, ownership(a_layout)
+    if target is None and all(is_whole(size) and size >= 0 for size in (n, k)):
+        one = Lying(layout, (n, k) if form[0] == "n" else (k, n))
+        target = general_layout(one, one, grid, form)
+    return planned(layout, n, k, grid, target, form, dtype, storage, objective, machine)
 
 
 def product_of_one(
@@ -127,8 +179,7 @@ def _new_binding(
     check_dtype(root.block)
     target = target_of(a, wanted, out)
     if target is None:
-        found = matching(a, b, grid.shape, wanted.form, None, {})
-        target = None if found is None else found[0].c_layout
+        target = general_layout(a, b, grid, wanted.form)
     n, k = root.shape if one.form[0] == "n" else root.shape[::-1]
     plan = planned(root.layout, n, k, grid, target, one.form, dtype_name(root.block), storage, wanted.objective)
     slowest = max(SLOWER * plan.general.seconds, plan.general.seconds + NOTICED)

@@ -203,38 +203,6 @@ def _within(part: RankParts, runs: np.ndarray) -> np.ndarray:
     return overlap(part, ranges)
 
 
-def plan_syrk(
-    a_layout: Ownership | str,
-    n: int,
-    k: int,
-    grid: BaseGrid,
-    out_layout: Ownership | str | None = None,
-    form: str = "n",
-    dtype: Any = "float64",
-    storage: str = "full",
-    objective: str = "seconds",
-    machine: Machine | None = None,
-) -> SymmetricPlan:
-    """The cheapest plan of C (n×n) = A·Aᵀ of one matrix (form n), Aᵀ·A (t), Aᴴ·A (c), or nt, tn, nc, cn. Moves nothing.
-
-    Parameters
-    ----------
-    a_layout : where A lies, as it is stored: n×k, or k×n with forms t and c
-    out_layout : the output layout of C; None, where the general product would leave it. storage : "lower" leaves the sums
-        packed on their owners, and has no out_layout
-    objective : "seconds", the fewest that are predicted; or "words". machine : as that of `plan_any`
-
-    `general` of the plan is the product of A and its transpose by `plan_any`, to compare words, multiply-adds and seconds.
-    Words of the ring X×K (A in m:x k:y, X odd), mean per rank: ½[(X−1)nk + (K−1)n(n+1)]/P, and of completion those of C
-    that a rank does not own, n²/P at most where C is spread evenly.
-    Raises what `plan_any` raises; ConfigError for another form or storage.
-    Source: Al Daas et al. 2023 (SPAA), arXiv 2409.11304, for the bound that the factor ½ reaches.
-    """
-    check_form(form)
-    check_storage(storage, out_layout)
-    return planned(a_layout, n, k, grid, out_layout, FORMS[form], dtype, storage, objective, machine)
-
-
 def planned(
     a_layout: Ownership | str,
     n: int,
@@ -247,7 +215,7 @@ def planned(
     objective: str,
     machine: Machine | None = None,
 ) -> SymmetricPlan:
-    """`plan_syrk` of what was checked; `target` is C's layout, and of a packed half that of its completion."""
+    """The cheapest plan, of what was checked; `target` is C's layout, and of a packed half that of its completion."""
     number = dtype_of(dtype)
     if not number.name.startswith("complex"):
         form = form.replace("c", "t")
