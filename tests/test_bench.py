@@ -121,6 +121,8 @@ def test_products_in_pieces_stand_beside_their_arithmetic_and_their_messages_alo
     row = json.loads(ended.stdout.splitlines()[-1])
     assert set(row["seconds"]) == {"arithmetic", "messages", "1", "2", "4", "8", "16"}
     assert row["predicted"]["1"] == pytest.approx(row["seconds"]["arithmetic"][0] + row["seconds"]["messages"][0])
+
+
 def test_a_step_stands_beside_torchs_on_the_same_ranks(tmp_path):
     """Losses agree first: a pair that trains another model raises an error."""
     pairs, file = ("1f1b", "zb-v", "ddp", "tp"), tmp_path / "torch.json"
@@ -305,3 +307,14 @@ def test_the_planner_is_judged_by_errors_the_order_and_what_its_pick_of_each_gro
     assert found["error"] == pytest.approx((1 / 11 + 0.2) / 2) and found["noise"] == pytest.approx(0.015)
     assert [held for _, held in here.claimed(found)] == [False, False, False]
     assert [held for _, held in here.claimed({**found, "error": 0.1, "kendall": 0.8, "noise": 0.06})] == [True, True, True]
+
+
+def test_the_race_of_one_matrix_prints_times_words_and_multiply_adds_of_half_the_work(tmp_path):
+    said = run("symmetric.py", "--size", "96", "--rounds", "2", "--json", str(tmp_path / "race.json"))
+    rows = json.loads((tmp_path / "race.json").read_text())["rows"]
+    assert len(rows) == 2 and all(row["difference"] < 1e-14 and len(row["seconds"]["packed"]) == 2 for row in rows)
+    lines = said.splitlines()
+    assert lines[0].startswith("load ") and all(
+        line.startswith("holds: ") for line in lines if "multiply-adds" in line and "hold" in line.lower()
+    )
+    assert sum("of the busiest rank's words" in line for line in lines) == 4

@@ -81,6 +81,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dry", action="store_true", help="Print the plan of a product of these layouts on --grid, and multiply nothing."
     )
+    parser.add_argument(
+        "--symmetric",
+        action="store_true",
+        help="Multiply one matrix, in --a-layout (by default m:x k:y), with its own transpose (form nt, or tn, nc or cn); "
+        "compare plan and times with the general product's.",
+    )
     add_cluster_argument(parser, CHOOSES)
     add_trace_arguments(parser, "one more run")
     parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
@@ -129,6 +135,8 @@ def parse_grid(text: str) -> dict[str, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
+    if args.symmetric:
+        return run_symmetric(args)
     if args.dry:
         return run_dry(args)
     for option in ("a_layout", "b_layout", "out_layout", "objective"):
@@ -188,6 +196,63 @@ def run_dry(args: argparse.Namespace) -> int:
     if launched is None or launched[1] == 0:
         print(json.dumps(facts_of_plan(plan)) if args.json else plan, flush=True)
     return 0
+
+
+def run_symmetric(args: argparse.Namespace) -> int:
+    """Print the plan of a product of one matrix, and unless it is dry what `race_symmetric` measures; returns the exit status.
+
+    Raises ConfigError for what is not of such a product, and what `plan_syrk` raises.
+    """
+    from ..cluster import load
+    from ..comm.grid import Grid, Place
+    from ..comm.health.processes import launched_as
+    from ..gemm import DistMatrix, Machine, plan_syrk
+
+    for option in ("algorithm", "panel", "check", "trace", "b_layout"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')} is not of a product of one matrix: leave it or --symmetric out.")
+    if args.m != args.n:
+        raise ConfigError(
+            f"--symmetric multiplies one matrix with its own transpose: --m {args.m} and --n {args.n} must be equal."
+        )
+    form, world = args.form.replace("nn", "nt"), None
+    if not args.dry:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        check_positive(args, "m", "k", "repeat")
+        args.grid = args.grid or dict(zip("xy", MPI.Compute_dims(world.size, 2), strict=True))
+    elif args.grid is None:
+        raise ConfigError("--dry prints the plan on --grid: --grid is missing.")
+    layout, place = args.a_layout or ("m:x k:y" if form[0] == "n" else "k:y m:x"), Place(args.grid)
+    more = {"form": form, "dtype": args.dtype, "objective": args.objective or "seconds"}
+    machine = None if args.cluster is None else Machine(load(args.cluster))
+    plan = plan_syrk(layout, args.n, args.k, place, args.out_layout, machine=machine, **more)
+    found = {"plan": plan.summary, **figures(plan), "c_layout": str(plan.general.c.layout), "general": figures(plan.general)}
+    if world is not None:
+        from ..bench.products import race_symmetric
+
+        with Grid(world, args.grid) as grid:
+            a = DistMatrix.from_function(element(args.dtype), plan.a.shape, grid, layout, numpy_dtype(args.dtype))
+            found |= race_symmetric(a, form, args.repeat, args.out_layout, more["objective"])
+    launched = launched_as()
+    if world.rank == 0 if world is not None else launched is None or launched[1] == 0:
+        text = [str(plan)]
+        for name, times in found.get("seconds", {}).items():
+            text.append(f"{name}: {1e3 * median(times):.2f} ms, most words of a rank {found['measured_words'][name]:,}")
+        print(json.dumps(found) if args.json else "\n".join(text), flush=True)
+    return 0
+
+
+def figures(plan: Any) -> dict[str, Any]:
+    """Words, messages, multiply-adds and seconds of a plan."""
+    return {
+        "words": plan.words,
+        "max_words": plan.max_words,
+        "max_multiply_adds": plan.max_multiply_adds,
+        "messages": sum(map(plan.messages_of, range(len(plan.space)))),
+        "predicted": plan.seconds,
+    }
 
 
 def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:

@@ -9,6 +9,9 @@ from .cost.machine import Machine
 from .cost.mean import lower_bound
 from .matmul import matmul
 from .matrix import DistMatrix
+from .one_matrix import plan_syrk
+from .symmetric.plan import SymmetricPlan
+from .syrk import PackedSymmetric, syrk
 
 __all__ = [
     "AnyPlan",
@@ -16,9 +19,13 @@ __all__ = [
     "CuboidPlan",
     "DistMatrix",
     "Machine",
+    "PackedSymmetric",
+    "SymmetricPlan",
     "choose",
     "lower_bound",
     "matmul",
     "plan_any",
+    "plan_syrk",
+    "syrk",
     "volume",
 ]

@@ -102,7 +102,7 @@ def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distribute
     """The binding of an algorithm whose layouts the operands have, if C has the output layout; else of any layouts."""
     if wanted.algorithm == ANY and wanted.options:
         raise ConfigError(f"Products of any layouts have no options; leave {', '.join(wanted.options)} out.")
-    target = _target(a, wanted, out)
+    target = target_of(a, wanted, out)
     grid, found = a.grid, None
     if wanted.algorithm != ANY and b.grid is grid:
         take = matching if wanted.takes_any else product_of
@@ -115,12 +115,12 @@ def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distribute
         if fits or not wanted.takes_any:
             number = executors_of(grid).number_of(plan, a.block) if grid.inside else 0
             if grid.inside:
-                agree_on_call(grid, "matmul", _facts(a, b, wanted, None if wanted.out_layout is None else target, [grid]))
+                agree_on_call(grid, "matmul", facts_of(a, b, wanted, None if wanted.out_layout is None else target, [grid]))
             return Binding(a_transposed, b_transposed, number, plan.c_layout, plan.c_shape)
     return _any_binding(a, b, wanted, target, a.grid if out is None else out.grid)
 
 
-def _target(a: Distributed, wanted: Wanted, out: Distributed | None) -> Ownership | None:
+def target_of(a: Distributed, wanted: Wanted, out: Distributed | None) -> Ownership | None:
     """The output layout of C; None where nothing is said. Raises LayoutError where `out` lies elsewhere than out_layout says."""
     target = None if wanted.out_layout is None else ownership(wanted.out_layout)
     if out is None:
@@ -145,13 +145,15 @@ def _any_binding(a: Distributed, b: Distributed, wanted: Wanted, target: Ownersh
     grids = list(dict.fromkeys([grid, b.grid, out_grid]))
     here = grid.inside or len(grids) > 1
     if here:
-        facts = {**_facts(a, b, wanted, target, grids), "plan": repr(plan)}
+        facts = {**facts_of(a, b, wanted, target, grids), "plan": repr(plan)}
         agree_on_call(grid, "matmul", facts, grid.ranked if len(grids) == 1 else grid.everyone)
     product = AnyProduct(plan, grids) if here else None
     return Binding(left.transposed, right.transposed, 0, plan.c.layout, plan.c.shape, product)
 
 
-def _facts(a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, grids: Sequence[BaseGrid]) -> dict[str, Any]:
+def facts_of(
+    a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, grids: Sequence[BaseGrid]
+) -> dict[str, Any]:
     """What the ranks compare of a product."""
     asked = {"form": wanted.form, "algorithm": wanted.algorithm, "options": str(wanted.options)}
     goal = {"out_layout": None if target is None else str(target), "objective": wanted.objective, "grids": len(grids)}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
 
 from ..comm.device.arrays import Array, array_problem, kind_of
 from ..comm.grid import BaseGrid
@@ -13,6 +13,16 @@ from ..layout.redistribute import Ownership
 from .algorithms.checks import is_whole
 
 Matrix = TypeVar("Matrix", bound="Distributed")
+
+
+class Shown(NamedTuple):
+    """A matrix that another one shows, its block and the other's `own` when that was made, and how it is shown."""
+
+    matrix: Distributed
+    block: Array
+    own: Array | None
+    transposed: bool
+    conjugated: bool
 
 
 @dataclass(eq=False, repr=False)
@@ -25,6 +35,8 @@ class Distributed:
     shape: tuple[int, int]
     is_transposed: bool = False
     """Whether this is known to be the .T of a matrix with C-ordered blocks; the same on all ranks."""
+    view_of: Shown | None = field(default=None, init=False)
+    """Of a transpose or a conjugate: the matrix whose elements it shows; the same on all ranks."""
 
     def __post_init__(self) -> None:
         check_sizes(self.shape)
@@ -49,12 +61,35 @@ class Distributed:
         made = object.__new__(type(self))
         made.block, made.layout, made.grid = block, layout, self.grid
         made.shape, made.is_transposed = self.shape if shape is None else shape, is_transposed
+        made.view_of = None
         return made
+
+    def view(self: Matrix, block: Array, transposes: bool) -> Matrix:
+        """A matrix of a view of this one's block, of whose transpose where it `transposes`; it is known to be one with this."""
+        layout, shape = (self.layout.transposed(), (self.shape[1], self.shape[0])) if transposes else (self.layout, self.shape)
+        made, seen = self.with_block(block, layout, shape, self.is_transposed != transposes), self.shown
+        made.view_of = seen._replace(own=block, transposed=seen.transposed != transposes)
+        return made
+
+    @property
+    def shown(self) -> Shown:
+        """The matrix whose elements this one shows: itself, where a program has replaced either block since."""
+        seen = self.view_of
+        if seen is None or seen.own is not self.block or seen.matrix.block is not seen.block:
+            return Shown(self, self.block, self.block, False, False)
+        return seen
 
     @property
     def T(self: Matrix) -> Matrix:
         """The transpose: the same memory seen the other way round. Moves and copies nothing."""
-        return self.with_block(self.block.T, self.layout.transposed(), (self.shape[1], self.shape[0]), not self.is_transposed)
+        return self.view(self.block.T, True)
+
+
+def resolved(matrix: Matrix) -> Matrix:
+    """The matrix; of a conjugate, one whose block is a copy of it."""
+    if not isinstance(matrix, Distributed) or matrix.view_of is None or not matrix.view_of.conjugated:
+        return matrix
+    return matrix.with_block(matrix.block, matrix.layout, matrix.shape, matrix.is_transposed)
 
 
 def check_kind(a: Distributed, b: Distributed, what: str, one_grid: bool = True) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..comm.convert import converted
-from ..comm.device.arrays import Array, array_problem, copy_into, empty, numpy_dtype
+from ..comm.device.arrays import Array, array_problem, copy_into, dtype_name, empty, numpy_dtype
 from ..comm.grid import BaseGrid
 from ..errors import ConfigError, ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
@@ -17,10 +17,11 @@ from ..layout.distribute import collect
 from ..layout.layout import Layout
 from ..layout.redistribute import indices, redistribute, taken
 from . import describe, norms, reductions, slices
-from .distributed import check_sizes
+from .distributed import Shown, check_sizes
 from .drawn import drawn
 from .elementwise import Elementwise, refused_operand
 from .files import hdf5, npy, raw
+from .local.triangle import conjugate
 from .matmul import matmul
 
 
@@ -224,6 +225,15 @@ class DistMatrix(Elementwise):
         """
         return self._with(converted(self.block, library, device), self.is_transposed)
 
+    def conj(self) -> DistMatrix:
+        """The conjugate. Moves nothing; of complex numbers a `Conjugated`, which reads this matrix's own block."""
+        return Conjugated(self) if dtype_name(self.block).startswith("complex") else self.view(self.block, False)
+
+    @property
+    def H(self) -> DistMatrix:
+        """The conjugate transpose: ``A @ A.H`` reads A's block alone. Moves and copies nothing."""
+        return self.conj().T
+
     def __getitem__(self, key: Any) -> Any:
         """``A[i:j, k:l]``, with steps of either sign: a new matrix in A's layout, split evenly anew; ``A[i:j]`` has all columns.
 
@@ -292,6 +302,47 @@ class DistMatrix(Elementwise):
 
     def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
         return self.with_block(block, self.layout, is_transposed=is_transposed)
+
+
+class Conjugated(DistMatrix):
+    """The conjugate of `plain`, a complex matrix, whose block it reads at each use: what is written there is seen here.
+
+    `block` is a copy, read-only where the library knows such arrays; products of the matrix with itself make none.
+    """
+
+    def __init__(self, plain: DistMatrix) -> None:
+        self.plain, self.layout, self.grid, self.shape = plain, plain.layout, plain.grid, plain.shape
+        self.is_transposed, seen = plain.is_transposed, plain.shown
+        self.view_of = seen._replace(own=None, conjugated=True)
+
+    def __getattr__(self, name: str) -> Array:
+        """The block, which is no attribute of its own."""
+        if name != "block":
+            raise AttributeError(f"a conjugated matrix has no {name}")
+        block = conjugate(self.plain.block)
+        if isinstance(block, np.ndarray):
+            block.flags.writeable = False
+        return block
+
+    @property
+    def shown(self) -> Shown:
+        """The matrix whose elements this one shows, conjugated."""
+        return self.plain.shown._replace(conjugated=True)
+
+    @property
+    def T(self) -> DistMatrix:  # type: ignore[override]
+        """The transpose, conjugated too."""
+        return Conjugated(self.plain.T)
+
+    def conj(self) -> DistMatrix:
+        """`plain`."""
+        return self.plain
+
+    def with_block(  # type: ignore[override]
+        self, block: Array, layout: Ownership, shape: tuple[int, int] | None = None, is_transposed: bool = False
+    ) -> DistMatrix:
+        """A matrix of its own."""
+        return self.plain.with_block(block, layout, shape, is_transposed)
 
 
 def _check_order(order: str) -> None:

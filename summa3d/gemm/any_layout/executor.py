@@ -74,7 +74,7 @@ class AnyProduct:
             c = self._kept_until(self.delivery is not None, cast(c, a))
         if self.delivery is not None:
             c = self._added(c) if self.plan.how == DIRECT else self._delivered(c)
-        return _written(c, a, out, beta)
+        return written(c, a, out, beta)
 
     def _kept_until(self, is_workspace: bool, array: Array) -> Array:
         """Count an array as workspace, if it is no result."""
@@ -127,7 +127,7 @@ class AnyProduct:
         return total
 
 
-def _written(c: Array, like: Array, out: Array | None, beta: Any) -> Array:
+def written(c: Array, like: Array, out: Array | None, beta: Any) -> Array:
     """C in the dtype of `like`; in `out` where that is given, with β times what `out` held, which β = 0 does not read."""
     if out is None:
         return c if c.dtype == like.dtype else cast(c, like)

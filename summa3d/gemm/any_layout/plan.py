@@ -177,6 +177,12 @@ class AnyPlan:
         """Words of the rank that receives most."""
         return int(sum(self.received.values()).max())  # type: ignore[union-attr]
 
+    @property
+    def max_multiply_adds(self) -> int:
+        """Multiply-adds of the rank that does most."""
+        sizes = [self._parts(dim, split).size for dim, split in (("m", self.m), ("n", self.n), ("k", self.k))]
+        return int((sizes[0] * sizes[1] * sizes[2]).max())
+
     def sent_of(self, rank: int) -> int:
         """Words that `rank` sends: exact, by the pieces of each redistribution."""
         sent = sum(piece.words for plan in (*self.fetches, *self.deliveries) for piece in plan.sent_by(rank))
