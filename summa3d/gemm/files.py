@@ -77,7 +77,7 @@ def _mapped(path: Path, mode: Literal["r", "r+"]) -> np.ndarray:
     return whole
 
 
-def _create(path: Path, dtype: np.dtype, shape: tuple[int, int]) -> None:
+def _create(path: Path, dtype: np.dtype, shape: tuple[int, ...]) -> None:
     path.unlink(missing_ok=True)
     os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))  # no link is followed
     if 0 in shape:

@@ -1,4 +1,4 @@
-"""Norms of a distributed matrix; every element counts once, copies do not."""
+"""Norms of a distributed tensor; every element counts once, copies do not."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ NORMS = ("fro", "max", 1, inf)
 
 @quiet
 def norm(matrix: Distributed, order: str | float = "fro") -> float:
-    """‖A‖: Frobenius, the largest magnitude, the largest column sum (1) or row sum (inf); accumulated in float64.
+    """‖A‖: Frobenius, the largest magnitude; of matrices the largest column sum (1) or row sum (inf); accumulated in float64.
 
     Moves a few words, or for 1 and inf the sums of this rank's columns or rows, over the axes that split the matrix.
     """
     if order not in NORMS:
         raise ShapeError(f"norm {order!r} is not one of {', '.join(map(repr, NORMS))}.")
+    if order in (1, inf) and len(matrix.shape) != 2:
+        raise ShapeError(f"norm {order!r} is one of matrices; of shape {matrix.shape} there are 'fro' and 'max'.")
     matrix.check_block()
     if order == inf:
         return norm(matrix.T, 1)
     values = magnitudes(matrix.block)
     if order == "fro":
         mine = np.sum(np.square(values)) if _counts(matrix) else 0.0
-        return sqrt(_sum(matrix, np.array([mine]), _splitting(matrix, (0, 1)))[0])
+        return sqrt(_sum(matrix, np.array([mine]), _splitting(matrix, range(len(matrix.shape))))[0])
     if order == 1:
         values = _sum(matrix, np.sum(values, axis=0), matrix.layout.dims[0])
     return _largest(matrix, values)
@@ -64,5 +66,5 @@ def _sum(matrix: Distributed, values: np.ndarray, axes: tuple[str, ...]) -> np.n
 def _largest(matrix: Distributed, values: np.ndarray) -> float:
     """The largest of all ranks' values; nan if one is nan, which MPI's max might drop."""
     mine = np.array([np.max(values) if values.size else 0.0])
-    axes = _splitting(matrix, (0, 1))
+    axes = _splitting(matrix, range(len(matrix.shape)))
     return float(np.max(matrix.grid[axes].all_gather(mine) if axes else mine))

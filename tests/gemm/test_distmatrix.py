@@ -318,8 +318,8 @@ def test_what_cannot_be_combined_is_refused_on_every_rank_before_anything_moves(
         (lambda: a - DistMatrix.from_global(np.ones((4, 4), np.float32), grid, both), ShapeError, "float64 and B float32"),
         (lambda: a + DistMatrix.from_global(np.ones((4, 5)), grid, both), ShapeError, "(4, 4) and (4, 5)"),
         (lambda: a + DistMatrix.from_global(np.ones((4, 4)), grid, rows), LayoutError, "redistribute('0:x 1:y')"),
-        (lambda: a * 2j, ShapeError, "times a float64 matrix"),
-        (lambda: whole * 0.5, ShapeError, "times a int32 matrix"),
+        (lambda: a * 2j, ShapeError, "times a float64 tensor"),
+        (lambda: whole * 0.5, ShapeError, "times a int32 tensor"),
         (lambda: a.norm(2), ShapeError, "norm 2 is not one of 'fro'"),
         (lambda: a.redistribute(Layout(("z",), ())), LayoutError, "names axis 'z'"),
     ]
