@@ -38,7 +38,7 @@ def check_einsum(comm, case: LetteredCase, seed: int, node_memory=False) -> None
         with grid.ledger.watch() as here, other.ledger.watch() as there:
             c = einsum(case.subscripts, a, b, case.c, objective=case.objective)
         moved = np.array([here.words, here.messages]) + (0 if other is grid else np.array([there.words, there.messages]))
-        (plan,) = plans_of(grid)
+        peak, (plan,) = grid.ledger.workspace_peak, plans_of(grid)
         text = f"{case}\n{plan}"
         assert c.grid is grid and c.layout == (case.c or plan.c.layout), text
         assert np.allclose(c.to_global(), np.einsum(case.subscripts, left, right), rtol=0, atol=1e-11), text
@@ -47,7 +47,7 @@ def check_einsum(comm, case: LetteredCase, seed: int, node_memory=False) -> None
         if other is not grid:
             other.free()
         elif node_memory is False:
-            assert grid.ledger.workspace_peak == 8 * plan.workspace_of(comm.rank), text
+            assert peak == 8 * plan.workspace_of(comm.rank), text
             del c
             assert grid.ledger.workspace_bytes == 0
 
@@ -235,6 +235,18 @@ def test_a_plan_is_found_once(comm, make_grid, monkeypatch):
     control = grid.ledger.control
     again = einsum("bmk, bkn -> bmn", a, b)
     assert np.array_equal(first.block, again.block) and first.layout == again.layout and grid.ledger.control == control
+
+
+@pytest.mark.mpi(sizes=(6,))
+def test_summands_that_are_sent_are_added_one_at_a_time(comm):
+    left, right = np.arange(15.0).reshape(3, 5), np.arange(15.0).reshape(3, 5)
+    with Grid(comm, {"z": 6}, node_memory=False) as grid:
+        a, b = DistTensor.from_global(left, grid, "k:z b"), DistTensor.from_global(right, grid, "k:z b")
+        grid.ledger.reset_peak()
+        c = einsum("kb,kb->b", a, b, "b @z=3", objective="words")
+        peak, (plan,) = grid.ledger.workspace_peak, plans_of(grid)
+        assert plan.how.kind == "direct" and plan.summed == 6 and peak == 8 * plan.workspace_of(comm.rank)
+        assert np.array_equal(c.to_global(), (left * right).sum(0))
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------------

@@ -140,6 +140,7 @@ class AnyProduct:
                 total = part
             else:
                 add(part, total, 1)
+            del part  # else it would live beside the next one
         return total
 
 
