@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import preemption
 from ..errors import ConfigError, DataError, GridError
+from ..figures import FORMATS
 from ..files import whole
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
@@ -78,6 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ranks on one node.",
     )
     parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="With --dry-run, draw words against bytes of a rank on every grid of as many ranks into this file, in the format of "
+        f"its ending ({', '.join(FORMATS)}).",
+    )
+    parser.add_argument(
         "--tensorboard",
         action="store_true",
         help="Write the metrics as TensorBoard's events too, to tensorboard/ in DIR. It needs the package tensorboard.",
@@ -105,6 +114,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("Name a configuration: `summa3d train demo`, or a TOML file. Only --resume --run DIR goes without.")
     if args.ranks is not None and not args.dry_run:
         raise ConfigError("--ranks is for --dry-run. A run trains on the ranks that were started: summa3d launch -n N train …")
+    if args.plot is not None and not args.dry_run:
+        raise ConfigError("--plot draws what --dry-run reports of every grid. A run's losses are drawn by `summa3d plot`.")
+    if args.plot is not None and args.plot.suffix[1:] not in FORMATS:
+        raise ConfigError(f"--plot {args.plot} names no format; end it in one of .{', .'.join(FORMATS)}.")
     if args.dry_run and args.trace:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
@@ -176,7 +189,7 @@ def run(args: argparse.Namespace) -> int:
     if resumes or args.ranks is not None or MPI.COMM_WORLD.size > 1:  # a dry run on one process is of any grid
         _check_ranks(config, ranks, resumes)
     if args.dry_run:
-        return _dry_run(config, args.ranks_per_node, args.json)
+        return _dry_run(config, args)
     from ..train.loop import TraceWindow, finished, train
 
     ended = finished(config, MPI.COMM_WORLD, folder) if resumes else None
@@ -285,15 +298,32 @@ def _line_for(config: Config, ranks: int) -> str:
     return " ".join(f"--set grid.{axis}={size}" for axis, size in given.items())
 
 
-def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
+def _dry_run(config: Config, args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
     from ..train.dry_run import dry_run
 
-    found = dry_run(config, ranks_per_node=ranks_per_node)
+    found = dry_run(config, ranks_per_node=args.ranks_per_node)
     if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(found.as_json()) if as_json else found, flush=True)
+        print(json.dumps(found.as_json()) if args.json else found, flush=True)
+        if args.plot is not None:
+            _draw_grids(config, args)
     return 0
+
+
+def _draw_grids(config: Config, args: argparse.Namespace) -> None:
+    """Draw the plot of --plot. Raises DataError where it cannot be written, or matplotlib is not installed."""
+    from ..plan.grid_points import grid_points, write_points
+
+    points = list(grid_points(config, args.ranks_per_node))
+    title = f"{config.scheme}, {prod(config.grid.axes.values())} ranks, {config.dtype}, recompute {config.recompute}"
+    try:
+        write_points(points, title, args.plot)
+    except ImportError as error:
+        raise DataError(f"a plot needs matplotlib ({error}): pip install 'summa3d[plot]'.") from None
+    except OSError as error:
+        raise DataError(f"{args.plot} cannot be written: {error}") from None
+    print(f"written: {args.plot}", file=sys.stderr)
 
 
 def report(summary: dict[str, Any]) -> str:
