@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import preemption
 from ..errors import ConfigError, DataError, GridError
+from ..figures import FORMATS
 from ..files import whole
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
@@ -101,6 +103,13 @@ def _add_dry_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", metavar="SIZE", help="Say in --dry-run whether it fits a device of this memory, as 40GB, less a reserve."
     )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="With --dry-run, draw words against bytes of a rank on every grid of as many ranks into this file, in the format of "
+        f"its ending ({', '.join(FORMATS)}).",
+    )
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -126,6 +135,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--cluster predicts the seconds of --grids. Give both.")
     if args.ranks is not None and not args.dry_run:
         raise ConfigError("--ranks is for --dry-run. A run trains on the ranks that were started: summa3d launch -n N train …")
+    if args.plot is not None and not args.dry_run:
+        raise ConfigError("--plot draws what --dry-run reports of every grid. A run's losses are drawn by `summa3d plot`.")
+    if args.plot is not None and args.plot.suffix[1:] not in FORMATS:
+        raise ConfigError(f"--plot {args.plot} names no format; end it in one of .{', .'.join(FORMATS)}.")
     if args.dry_run and args.trace:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
@@ -333,12 +346,13 @@ def _dry_run(config: Config, args: argparse.Namespace) -> int:
         print(json.dumps(found.as_json() | ({} if fit is None else {"memory": fit._asdict()})), flush=True)
     elif MPI.COMM_WORLD.rank == 0:
         print(found, *([] if fit is None else ["", fit]), sep="\n", flush=True)
+    if MPI.COMM_WORLD.rank == 0 and args.plot is not None:
+        _draw_grids(config, args)
     return 0
 
 
 def _compare_grids(args: argparse.Namespace, source: str) -> int:
     """Print a table of grids on rank 0; returns the exit status. Raises ConfigError for what names no grids."""
-    from math import prod
 
     from mpi4py import MPI
 
@@ -367,6 +381,21 @@ def _compare_grids(args: argparse.Namespace, source: str) -> int:
         found = compare(config, asked, ranks, node, cluster, memory, Pulse("train").of("grid"))
         print(json.dumps(found.as_json()) if args.json else found.table().text(), flush=True)
     return 0
+
+
+def _draw_grids(config: Config, args: argparse.Namespace) -> None:
+    """Draw the plot of --plot. Raises DataError where it cannot be written, or matplotlib is not installed."""
+    from ..plan.grid_points import grid_points, write_points
+
+    points = list(grid_points(config, args.ranks_per_node))
+    title = f"{config.scheme}, {prod(config.grid.axes.values())} ranks, {config.dtype}, recompute {config.recompute}"
+    try:
+        write_points(points, title, args.plot)
+    except ImportError as error:
+        raise DataError(f"a plot needs matplotlib ({error}): pip install 'summa3d[plot]'.") from None
+    except OSError as error:
+        raise DataError(f"{args.plot} cannot be written: {error}") from None
+    print(f"written: {args.plot}", file=sys.stderr)
 
 
 def report(summary: dict[str, Any]) -> str:

@@ -109,7 +109,7 @@ def _checked(a: Any, b: Any, wanted: Wanted, alpha: complex, beta: complex, out:
     except AgreementError:
         raise
     except Summa3dError as refusal:
-        tell(refusal, a, b)
+        tell("matmul", refusal, a, b)
         raise
     if a.grid.job.check and a.grid.inside:
         agree_on_call(a.grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
@@ -121,6 +121,8 @@ def _check_operands(a: Any, b: Any, out: Any) -> None:
         if not isinstance(operand, Distributed) and not (name == "out" and operand is None):
             kind = type(operand).__name__
             raise ShapeError(f"{name} is a {kind}; matmul takes DistMatrix. DistMatrix.from_global makes one of an array.")
+        if operand is not None and len(operand.shape) != 2:
+            raise ShapeError(f"{name} has the shape {operand.shape}; matmul takes matrices. einsum takes tensors of any dims.")
 
 
 def _check_out(out: Distributed, a: Distributed, b: Distributed, form: str) -> None:
@@ -136,7 +138,7 @@ def _check_out(out: Distributed, a: Distributed, b: Distributed, form: str) -> N
         raise LayoutError(f"out is {summary(out)}; the product is {m}×{n}.")
 
 
-def tell(refusal: Summa3dError, a: object, b: object) -> None:
+def tell(name: str, refusal: Summa3dError, a: object, b: object) -> None:
     """Let the other ranks that may be in this product hear that this one refuses it: of two grids, all of their communicator."""
     grids = [one.grid for one in (a, b) if isinstance(one, Distributed)]
     if not grids:
@@ -147,4 +149,4 @@ def tell(refusal: Summa3dError, a: object, b: object) -> None:
             check_common(*grids)
             axis = grids[0].everyone
     if grids[0].inside or axis is not None:
-        agree_on_call(grids[0], "matmul", {}, axis, str(refusal))
+        agree_on_call(grids[0], name, {}, axis, str(refusal))

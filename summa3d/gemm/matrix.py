@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..comm.convert import converted
-from ..comm.device.arrays import Array, array_problem, copy_into, dtype_name, empty, numpy_dtype
+from ..comm.device.arrays import Array, dtype_name, numpy_dtype
 from ..comm.grid import BaseGrid
-from ..errors import ConfigError, ShapeError
+from ..errors import ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
-from ..layout.distribute import collect
-from ..layout.layout import Layout
-from ..layout.redistribute import indices, redistribute, taken
-from . import describe, norms, reductions, slices
+from . import describe
 from .distributed import Shown, check_sizes
-from .drawn import drawn
-from .elementwise import Elementwise, refused_operand
+from .elements import reductions, slices
+from .elements.drawn import drawn
+from .elements.elementwise import refused_operand
 from .files import hdf5, npy, raw
 from .local.triangle import conjugate
 from .matmul import matmul
+from .tensor import DistTensor
 
 
-class DistMatrix(Elementwise):
+class DistMatrix(DistTensor):
     """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
 
     `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it; methods take their text too (``m:x k:y``).
@@ -35,51 +32,10 @@ class DistMatrix(Elementwise):
     called there too; norms, numbers (`sum()`, `trace()`, …), `diagonal` and `to_global` belong to the grid's ranks.
     """
 
+    DIMS = 2
+    shape: tuple[int, int]
+
     # -- from and to ------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_global(cls, whole: Array, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
-        """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
-        layout, problem = ownership(layout), array_problem(whole)
-        if problem is not None or len(whole.shape) != 2:
-            raise ShapeError(
-                f"from_global takes a matrix that every rank holds: {problem or f'its shape is {tuple(whole.shape)}'}."
-            )
-        runs = layout.runs(tuple(whole.shape), grid.shape, grid.coordinates)
-        part = taken(whole, runs)
-        return cls(copy_into(empty(part.shape, part), part), layout, grid, (whole.shape[0], whole.shape[1]))
-
-    @classmethod
-    def from_function(
-        cls,
-        function: Callable[[np.ndarray, np.ndarray], Any],
-        shape: tuple[int, int],
-        grid: BaseGrid,
-        layout: Ownership | str,
-        dtype: np.typing.DTypeLike = np.float64,
-        shared: None = None,
-    ) -> DistMatrix:
-        """A matrix given by its global indices, each rank computing its own block. Moves nothing.
-
-        `function` is called once with the block's global row indices [r, 1] and column indices [1, c] and returns [r, c].
-        `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed. `shared` is retired; giving it raises
-        ConfigError, which names its successor.
-        """
-        if shared is not None:
-            raise ConfigError(
-                f"from_function no longer takes shared={shared}: a grid uses the memory of a node by itself. "
-                "Leave shared out; Grid(comm, axes, node_memory=True) always uses the node's memory, node_memory=False never."
-            )
-        check_sizes(shape)
-        layout = ownership(layout)
-        dtype = numpy_dtype(dtype)
-        rows, columns = (indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
-        values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
-        if np.iscomplexobj(values) and dtype.kind != "c":
-            raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
-        block = np.empty(values.shape, dtype)
-        block[...] = values
-        return cls(block, layout, grid, (shape[0], shape[1]))
 
     @classmethod
     def zeros(
@@ -181,12 +137,6 @@ class DistMatrix(Elementwise):
         """The matrix dealt out in blocks, its block F-ordered; `layout.descriptor` describes it to ScaLAPACK."""
         return self.redistribute(BlockCyclic(rows, columns), grid, order="F")
 
-    def to_global(self) -> Array:
-        """The whole matrix, on every rank. Moves, per rank, the words it does not own."""
-        if isinstance(self.layout, Layout):
-            return collect(self.block, self.grid, self.layout, self.shape)
-        return self.redistribute(Layout((), ())).block
-
     def to_file(self, path: str | Path) -> None:
         """Write a .npy file that all ranks can reach. Raises DataError on all ranks."""
         npy.write(self.block, self.shape, self.grid, self.layout, Path(path))
@@ -203,27 +153,6 @@ class DistMatrix(Elementwise):
         The file is written anew, and takes the place of the old one. Raises DataError on all ranks, and ConfigError without h5py.
         """
         hdf5.write(self.block, self.shape, self.grid, self.layout, Path(path), dataset)
-
-    def redistribute(self, layout: Ownership | str, grid: BaseGrid | None = None, order: str = "C") -> DistMatrix:
-        """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
-
-        `layout` is a Layout, a BlockCyclic, or the text of either: ``A.redistribute("m:x k:y")``, ``"m:x[64] k:y[64]"``.
-        `grid` may be another grid made on the same communicator, of any number of its ranks (``Grid(comm, axes, ranks=…)``);
-        all ranks of the communicator call. `order` is the new block's memory order, C or F.
-        """
-        layout = ownership(layout)
-        block = redistribute(self.block, self.shape, self.grid, self.layout, layout, grid, order)
-        return DistMatrix(block, layout, grid or self.grid, self.shape, order == "F")
-
-    # -- algebra ----------------------------------------------------------------------------------------------------------
-
-    def to(self, library: str, device: str | None = None) -> DistMatrix:
-        """The same matrix in arrays of `library` (numpy, torch, cupy), on `device` (cpu, cuda) where torch has the choice.
-
-        Moves nothing between ranks. Shares this matrix's memory where it stays on one side: numpy ↔ torch on the host, CuPy ↔
-        torch on a device (DLPack); else copies the block. Raises ConfigError for what does not exist or cannot be imported.
-        """
-        return self._with(converted(self.block, library, device), self.is_transposed)
 
     def conj(self) -> DistMatrix:
         """The conjugate. Moves nothing; of complex numbers a `Conjugated`, which reads this matrix's own block."""
@@ -288,20 +217,8 @@ class DistMatrix(Elementwise):
         """The diagonal, an array of one dim, on every rank. Moves, per rank, the elements of it that come from others."""
         return reductions.diagonal(self)
 
-    def norm(self, order: str | float = "fro") -> float:
-        """‖A‖: "fro" (Frobenius), "max" (largest magnitude), 1 (column sums), inf (row sums); the same on every rank."""
-        return norms.norm(self, order)
-
     def __repr__(self) -> str:
         return "\n".join([self.summary, *describe.table(self)])
-
-    @property
-    def summary(self) -> str:
-        """One line: size, dtype, layout, grid, and this rank's part."""
-        return describe.summary(self)
-
-    def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
-        return self.with_block(block, self.layout, is_transposed=is_transposed)
 
 
 class Conjugated(DistMatrix):

@@ -138,7 +138,7 @@ def syrk(
         if bound.product is not None:
             bound.product.check(one.matrix.block)
     except Summa3dError as refusal:
-        tell(refusal, a, a)
+        tell("syrk", refusal, a, a)
         raise
     block = one.matrix.block
     if bound.product is None:

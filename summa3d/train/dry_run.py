@@ -13,6 +13,7 @@ import torch
 
 from ..comm.device.select import requested_device
 from ..comm.grid import Place
+from ..dry.bounds import bounded_products
 from ..dry.rank_classes import steps
 from ..dry.step import DryStep, Ending, Setting, Training
 from ..errors import ConfigError
@@ -57,6 +58,8 @@ class PlacedStep:
     peak : the most bytes that it holds at any time
     operations : kind → count, flops, and bytes read and written
     checkpoint : bytes of its file
+    products : of a block's weights and of the head: sizes of a micro-batch's, times in a step, words received in their layers,
+        and the sum of so many single products' bounds; `bound` is the sum of all
     ranks_per_node, node_axes, fullest_rank : consecutive ranks that share a node, the axes inside a node, and which rank it is
     stages : of a pipeline, what the fullest rank of each of its ranks holds, and what it receives on axis pp
     """
@@ -74,6 +77,8 @@ class PlacedStep:
     mean_bytes: Mapping[str, float]
     operations: Mapping[str, Mapping[str, int]]
     checkpoint: int
+    products: Sequence[Mapping[str, Any]]
+    bound: float
     stages: Sequence[Mapping[str, Any]] = ()
 
     @property
@@ -157,7 +162,7 @@ class Report(PlacedStep):
 
     def __str__(self) -> str:
         held, moved = self.tables()
-        return "\n\n".join(table.text() for table in (held, *self._of_stages(), self._operations(), moved))
+        return "\n\n".join(table.text() for table in (held, *self._of_stages(), self._operations(), self._products(), moved))
 
     def _of_stages(self) -> Iterator[Table]:
         """Yield the table of what the fullest rank of each rank of a pipeline holds, and what it receives on axis pp."""
@@ -176,6 +181,17 @@ class Report(PlacedStep):
         columns.append(Column("GFLOP", [one["flops"] / GIGA for one in of], "{:,.3f}".format))
         columns.append(Column("MiB", [one["bytes"] / MEBI for one in of], "{:,.2f}".format))
         return Table(f"{self.parameters:,} parameters; rank {self.fullest_rank} in a step", columns)
+
+    def _products(self) -> Table:
+        """Return the table of the products' words and bounds, and in its last line of all words of the step."""
+        rows, total = self.products, [self.total_words]
+        columns = [Column("product", [*(one["product"] for one in rows), "step"], left=True)]
+        for name in ("m", "n", "k", "times"):
+            columns.append(Column(name, [*(one[name] for one in rows), None], lambda size: "" if size is None else f"{size:,}"))
+        columns.append(Column("words", [one["words"] for one in rows] + total, "{:,}".format))
+        columns.append(Column("bound", [one["bound"] for one in rows] + [self.bound], "{:,.0f}".format))
+        title = "words received in the layers of products, and the sum of the bounds of single products"
+        return Table(title, columns)
 
 
 def dry_run(
@@ -240,7 +256,8 @@ def predict(config: Config, ranks_per_node: int | None = None, tell: TellCounts 
     -------
     dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
     `messages` received by phase and axis, the same in bytes (`received`), `bytes` by term (`DryStep.bytes`), `peak`, `operations`
-    (count, flops and bytes read and written, by kind), `checkpoint` (bytes of its file), `node_axes` (its axes inside a node;
+    (count, flops and bytes read and written, by kind), `products` and `bound` (`bounded_products`, and the sum of their bounds),
+    `checkpoint` (bytes of its file), `node_axes` (its axes inside a node;
     none where this machine's ranks cannot use a node's memory); `mean_bytes` over all ranks; and of a pipeline `stages`: for each
     of its ranks (pp) the fullest rank, the layers of its chunks, bytes of parameters, activations in flight and peak, and words
     and messages received on axis pp.
@@ -357,7 +374,7 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCoun
     held = {rank: step.bytes() for rank, (step, _) in found.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])
     step, ranks = found[fullest][0], sum(many for _, many in found.values())
-    operations = step.operations()
+    operations, products = step.operations(), bounded_products(replace(first, rank=fullest), step)
     stages = {"stages": _by_stage(first, held, {rank: step for rank, (step, _) in found.items()})} if config.grid.pp > 1 else {}
     return {
         "parameters": step.elements,
@@ -373,6 +390,8 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCoun
         "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in found.items()) / ranks for term in TERMS},
         "operations": operations,
         "checkpoint": step.checkpoint,
+        "products": [one._asdict() for one in products],
+        "bound": sum(one.bound for one in products),
         **stages,
     }
 

@@ -12,7 +12,7 @@ from matrices import GRIDS, LAYOUTS, cases, random
 from summa3d.comm.grid import Grid
 from summa3d.errors import GridError, LayoutError
 from summa3d.gemm import DistMatrix
-from summa3d.gemm.elements import along, without
+from summa3d.gemm.elements.counting import along, without
 from summa3d.layout import BlockCyclic, Layout, ownership
 from summa3d.layout.random import key
 from summa3d.layout.redistribute import Placement, Redistribution

@@ -10,7 +10,7 @@ from matrices import GRIDS, cases, random
 from summa3d.comm.grid import Grid
 from summa3d.errors import ShapeError
 from summa3d.gemm import DistMatrix
-from summa3d.gemm.slices import plan_of
+from summa3d.gemm.elements.slices import plan_of
 
 KEYS = (
     np.s_[2:6, 1:9],

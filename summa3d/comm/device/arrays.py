@@ -181,6 +181,11 @@ def move_dim(array: Array, dim: int, to: int) -> Array:
     return array.movedim(dim, to) if is_torch(array) else library_of(array).moveaxis(array, dim, to)
 
 
+def permuted(array: Array, dims: Sequence[int]) -> Array:
+    """A view with the dims in another order."""
+    return array.permute(*dims) if is_torch(array) else array.transpose(*dims)
+
+
 def copy_into(out: Array, source: Array) -> Array:
     """Copy `source` into `out`, in place; returns `out`."""
     if is_torch(out):

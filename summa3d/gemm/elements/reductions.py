@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.device.arrays import Array, cast, contiguous, dtype_name, empty, is_torch, library_of, quiet
-from ..errors import ShapeError
-from ..layout.redistribute import common_runs, indices
-from .distributed import Distributed, Matrix
-from .elements import along, counts, counts_at, is_whole_dtype, splitting, wide_dtype, widened, without
+from ...comm.device.arrays import Array, cast, contiguous, dtype_name, empty, is_torch, library_of, quiet
+from ...errors import ShapeError
+from ...layout.redistribute import common_runs, indices
+from ..distributed import Distributed, Matrix
+from .counting import along, counts, counts_at, is_whole_dtype, splitting, wide_dtype, widened, without
 
 
 @quiet

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ShapeError
-from ..layout.cyclic import Runs
-from ..layout.random import CHUNK, bits, key
-from ..layout.redistribute import indices
+from ...errors import ShapeError
+from ...layout.cyclic import Runs
+from ...layout.random import CHUNK, bits, key
+from ...layout.redistribute import indices
 
 DIGITS = {"float64": 53, "complex128": 53, "float32": 24, "complex64": 24, "float16": 11, "bfloat16": 8}
 """Binary digits of each dtype that is drawn."""

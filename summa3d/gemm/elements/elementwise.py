@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..comm.device.arrays import Array, array_problem, cast, dtype_name, is_half, is_torch, numpy_dtype, quiet
-from ..errors import ShapeError
-from ..layout.redistribute import redistribute
-from .distributed import Distributed, Matrix, check_kind
-from .elements import without
+from ...comm.device.arrays import Array, array_problem, cast, dtype_name, is_half, is_torch, numpy_dtype, quiet
+from ...errors import ShapeError
+from ...layout.redistribute import redistribute
+from ..distributed import Distributed, Matrix, check_kind
+from .counting import without
 
 SYMBOLS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/"}
 Operation = Callable[[Any, Any], Any]
@@ -118,7 +118,7 @@ def _combined(apply: Operation, a: Matrix, b: Matrix, swapped: bool) -> Matrix:
     if apply is operator.truediv:
         _check_quotient(a)
     target = a.layout
-    for dim in (0, 1):
+    for dim in range(len(a.shape)):
         target = without(target, dim) if b.shape[dim] != a.shape[dim] else target
     is_there = b.layout == target and b.grid is a.grid
     other = b.block if is_there else redistribute(b.block, b.shape, b.grid, b.layout, target, a.grid)
@@ -141,8 +141,8 @@ def _each(a: Matrix, function: Callable[[Array], Array], what: str, is_transpose
     return a.with_block(block, a.layout, is_transposed=a.is_transposed if is_transposed is None else is_transposed)
 
 
-def _covers(shape: tuple[int, int], other: tuple[int, int]) -> bool:
-    return all(there in (here, 1) for here, there in zip(shape, other, strict=True))
+def _covers(shape: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return len(shape) == len(other) and all(there in (here, 1) for here, there in zip(shape, other, strict=True))
 
 
 def scalar_of(a: Distributed, value: Any, symbol: str) -> complex:

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from ..comm.device.arrays import Array, is_half, is_torch
-from ..errors import ShapeError
-from ..layout.cyclic import BlockCyclic, Ownership
-from ..layout.layout import Coordinates, Layout
-from .distributed import Distributed
+from ...comm.device.arrays import Array, is_half, is_torch
+from ...errors import ShapeError
+from ...layout.cyclic import BlockCyclic, Ownership
+from ...layout.layout import Coordinates, Layout
+from ..distributed import Distributed
 
 
-def splitting(layout: Ownership, dims: tuple[int, ...] = (0, 1)) -> tuple[str, ...]:
-    """The axes over which the values of these dims differ: those that split them, and those along which some hold nothing."""
-    return tuple(dict.fromkeys([*(axis for dim in dims for axis in layout.dims[dim]), *layout.root_only]))
+def splitting(layout: Ownership) -> tuple[str, ...]:
+    """The axes over which values differ: those that split a dim, and those along which some ranks hold nothing."""
+    return tuple(dict.fromkeys([*(axis for axes in layout.dims for axis in axes), *layout.root_only]))
 
 
 def counts(matrix: Distributed) -> bool:

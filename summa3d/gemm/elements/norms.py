@@ -1,4 +1,4 @@
-"""Norms of a distributed matrix; every element counts once, copies do not."""
+"""Norms of a distributed tensor; every element counts once, copies do not."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from math import inf, sqrt
 
 import numpy as np
 
-from ..comm.device.arrays import Array, is_torch, quiet, to_host
-from ..errors import ShapeError
-from .distributed import Distributed
-from .elements import counts, splitting
+from ...comm.device.arrays import Array, is_torch, quiet, to_host
+from ...errors import ShapeError
+from ..distributed import Distributed
+from .counting import counts, splitting
 from .reductions import line_sums
 
 NORMS = ("fro", "max", 1, inf)
@@ -17,12 +17,14 @@ NORMS = ("fro", "max", 1, inf)
 
 @quiet
 def norm(matrix: Distributed, order: str | float = "fro") -> float:
-    """‖A‖: Frobenius, the largest magnitude, the largest column sum (1) or row sum (inf); accumulated in float64.
+    """‖A‖: Frobenius, the largest magnitude; of matrices the largest column sum (1) or row sum (inf); accumulated in float64.
 
     Moves a few words, or for 1 and inf the sums of this rank's columns or rows, over the axes that split the matrix.
     """
     if order not in NORMS:
         raise ShapeError(f"norm {order!r} is not one of {', '.join(map(repr, NORMS))}.")
+    if order in (1, inf) and len(matrix.shape) != 2:
+        raise ShapeError(f"norm {order!r} is one of matrices; of shape {matrix.shape} there are 'fro' and 'max'.")
     matrix.check_block()
     if order == inf:
         return norm(matrix.T, 1)

@@ -10,14 +10,14 @@ from typing import Any, cast
 
 import numpy as np
 
-from ..comm.device.arrays import dtype_name, empty, is_writable
-from ..comm.grid import BaseGrid, agree_on_call
-from ..comm.health.agreement import agree_on_error
-from ..errors import ShapeError
-from ..layout.cyclic import Ownership, Runs
-from ..layout.layout import Coordinates
-from ..layout.redistribute import Exchange, Placement, Redistribution, check_common
-from .distributed import Distributed, Matrix, check_kind
+from ...comm.device.arrays import dtype_name, empty, is_writable
+from ...comm.grid import BaseGrid, agree_on_call
+from ...comm.health.agreement import agree_on_error
+from ...errors import ShapeError
+from ...layout.cyclic import Ownership, Runs
+from ...layout.layout import Coordinates
+from ...layout.redistribute import Exchange, Placement, Redistribution, check_common
+from ..distributed import Distributed, Matrix, check_kind
 from .elementwise import scalar_of
 from .reductions import total_of
 
@@ -32,7 +32,7 @@ class SlicedOwnership:
     """
 
     layout: Ownership
-    whole: tuple[int, int]
+    whole: tuple[int, ...]
     ranges: IndexRanges
 
     @property
@@ -151,7 +151,7 @@ def plan_of(matrix: Distributed, key: Any) -> Redistribution:
     return Redistribution(shape, Placement.on(matrix.grid, own), Placement.on(matrix.grid, matrix.layout))
 
 
-def ranges_of(key: Any, shape: tuple[int, int]) -> tuple[IndexRanges, bool]:
+def ranges_of(key: Any, shape: tuple[int, ...]) -> tuple[IndexRanges, bool]:
     """The rows and columns that a key of one or two indices names, as numpy reads them; and whether both are whole numbers.
 
     A whole number keeps its dim, 1 wide: a matrix has two. Raises ShapeError for other keys, and for an index that A lacks.
