@@ -88,6 +88,19 @@ def test_torchs_products_are_timed_beside_numpys_blas_by_shape(tmp_path):
     assert len([line for line in said.splitlines() if "never the slower" in line]) == 4
 
 
+def test_reads_of_files_stand_beside_bare_ones(tmp_path):
+    pytest.importorskip("h5py")
+    said = run("files.py", "--ranks", "2", "--rows", "64", "--rounds", "1", "--json", str(tmp_path / "files.json"))
+    found = json.loads((tmp_path / "files.json").read_text())
+    assert {case: [*times] for case, times in found["seconds"].items()} == {
+        "raw rows": ["ours", "memmap", "preadv"],
+        "hdf5 rows": ["ours", "h5py"],
+        "raw columns": ["ours", "memmap", "preadv"],
+        "hdf5 columns": ["ours", "h5py"],
+    }
+    assert found["bytes"] == 64 * 16384 * 8 and "holds: no word is moved" in said
+
+
 def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
     said, found = overhead(tmp_path, "linear", "--rounds", "1")
     rows = found["rows"]
@@ -99,6 +112,15 @@ def test_the_executors_overhead_is_that_of_its_operations(tmp_path):
     said, found = overhead(tmp_path, "executor", "--rounds", "1")
     assert found["ops"] == 128 and all(len(times) == 1 and times[0] > 0 for times in found["seconds"].values())
     assert "at most 50 µs of Python an operation" in said.splitlines()[-1]
+
+
+def test_products_in_pieces_stand_beside_their_arithmetic_and_their_messages_alone():
+    command = [str(BENCH / "overlap_nodes.py"), "--on-ranks", "--case", "1", "--scale", "16", "--rate", "1e9", "--rounds", "1"]
+    ended = jobs.run(command, 2)
+    assert ended.status == 0, ended.stderr
+    row = json.loads(ended.stdout.splitlines()[-1])
+    assert set(row["seconds"]) == {"arithmetic", "messages", "1", "2", "4", "8", "16"}
+    assert row["predicted"]["1"] == pytest.approx(row["seconds"]["arithmetic"][0] + row["seconds"]["messages"][0])
 
 
 @pytest.mark.wide

@@ -11,6 +11,7 @@ from ..dtypes import dtype_of
 from ..gemm.algorithms.registry import algorithm
 from ..gemm.cost.choose import Candidate, in_panels
 from ..gemm.cost.machine import Machine
+from ..gemm.pieces.timing import predicted
 from ..plan.order import kendall
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ def of_product(entry: ProductEntry, machine: Machine) -> float:
     """Predicted seconds of an entry of a benchmark of products, as the chooser compares them."""
     problem, found, grid = entry.problem, algorithm(entry.algorithm), dict(entry.grid)
     plan = found.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+    if getattr(plan, "pieces", 1) > 1 and not machine.node:
+        return predicted(plan, grid, dict.fromkeys(grid, 0), dtype_of(problem.dtype), machine)
     mean = found.mean(problem.form, problem.m, problem.n, problem.k, grid)
     if entry.options.get("panel"):
         mean = in_panels(mean, max(mean.products, -(-problem.k // entry.options["panel"])))

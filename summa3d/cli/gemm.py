@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.device.arrays import DEVICES, numpy_dtype, quiet
-from ..dtypes import DTYPES, HALVES
+from ..dtypes import DTYPES, HALVES, dtype_of
 from ..errors import ConfigError
 from ..files import grid_of
 from ..launch.runtime import usable_cores
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 CHOOSES = "Choose by the times that are predicted for this described cluster."
 PANEL_ALGORITHMS = "summa, tesseract and ca25d"
+OPTIONS_OF = {"panel": PANEL_ALGORITHMS, "pieces": "cuboid"}
+"""Options of the command line that are an algorithm's, and the algorithms that take them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float64", help="Set the dtype of A, B and C.")
     parser.add_argument(
         "--panel", type=int, help=f"Set the panel width of {PANEL_ALGORITHMS}. By default panels are not divided."
+    )
+    parser.add_argument(
+        "--pieces",
+        type=pieces_of,
+        metavar="N|auto",
+        help="Cut what a rank of the cuboid sends to another node into N pieces, which travel behind arithmetic; auto takes the "
+        "number of fewest predicted seconds. The default is 1.",
     )
     parser.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
     parser.add_argument("--transport", help="Use this transport for device arrays. The default is SUMMA3D_TRANSPORT, else auto.")
@@ -90,6 +99,13 @@ def machine_of(name: str | None, device: str, comm: Any) -> Any:
 
     cluster = default_cluster() if name is None else load(name)
     return Machine(cluster, node=device == "cpu" and in_one_node(comm))
+
+
+def pieces_of(text: str) -> int | str:
+    """Parse the text of --pieces. Raises argparse.ArgumentTypeError for what is neither a number nor `auto`."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of pieces nor auto")
+    return text if text == "auto" else int(text)
 
 
 def one_algorithm(name: str) -> str:
@@ -160,7 +176,7 @@ def run_dry(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--dry prints the plan of --a-layout and --b-layout on --grid: --{option.replace('_', '-')} is missing."
             )
-    for option in ("algorithm", "panel", "check", "trace"):
+    for option in ("algorithm", "panel", "pieces", "check", "trace"):
         if getattr(args, option):
             raise ConfigError(f"--{option} is of products that run, and --dry multiplies nothing: leave one of them out.")
     machine = None if args.cluster is None else Machine(load(args.cluster))
@@ -200,10 +216,12 @@ def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductE
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
     from ..gemm.cost.choose import choose
+    from ..gemm.pieces.timing import best_pieces
 
     if args.grid is None:
-        if args.panel is not None and args.algorithm is None:
-            raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only. Name one of them with --algorithm.")
+        for option, appliers in OPTIONS_OF.items():
+            if getattr(args, option) is not None and args.algorithm is None:
+                raise ConfigError(f"--{option} applies to {appliers} only. Name one of them with --algorithm.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
@@ -215,9 +233,13 @@ def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductE
         if unknown:
             raise ConfigError(f"--grid names axis {unknown[0]!r}; the axes of {algorithm.name} are {', '.join(algorithm.axes)}.")
         shape = {axis: shape.get(axis, 1) for axis in algorithm.axes}
-    options = {} if args.panel is None else {"panel": args.panel}
-    if not set(options) <= set(algorithm.options):
-        raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only (algorithm is {algorithm.name}).")
+    options = {option: getattr(args, option) for option in OPTIONS_OF if getattr(args, option) is not None}
+    for option in options:
+        if option not in algorithm.options:
+            raise ConfigError(f"--{option} applies to {OPTIONS_OF[option]} only (algorithm is {algorithm.name}).")
+    if options.get("pieces") == "auto":
+        plan = algorithm.plan(args.form, args.m, args.n, args.k)
+        options["pieces"] = best_pieces(plan, shape, dtype_of(args.dtype), machine)
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
     return ProductEntry(algorithm.name, shape, problem, options, args.grid is None and args.algorithm is None), chosen
 

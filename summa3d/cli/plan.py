@@ -102,12 +102,20 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
     search.add_argument("--tokens", type=float, metavar="T", help="Tokens to train on, as 300e9: days and GPU-hours.")
     search.add_argument("--price", type=float, metavar="X", help="Price of a GPU-hour: what --tokens cost.")
     search.add_argument(
-        "--set", action="append", default=[], metavar="KEY=2x", help="Another number of the cluster, as network.bandwidth=2x."
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=2x",
+        help="Another number of the cluster, as network.bandwidth=2x; or train.optimizer=muon.",
     )
     search.add_argument("--top", type=int, default=8, metavar="K", help="Show the K fastest plans, and the best of each family.")
     search.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="Only plans with this value, as pp=8.")
     search.add_argument("--limit", action="append", default=[], metavar="KEY<=N", help="Only plans within it, as 'y<=8'.")
-    search.add_argument("--memory", metavar="SIZE", help="Bytes of a rank, as 70GiB. The default is the device's less a reserve.")
+    search.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="Memory of a device, as 40GB or 80GiB, in place of the cluster's; a reserve is kept free.",
+    )
     search.add_argument(
         "--era", default="now", metavar="YEAR", help="now, or 2021: all-reduces, every layer recomputed, no ZeRO."
     )
@@ -204,9 +212,10 @@ def show_plans(args: argparse.Namespace) -> int:
     from ..launch import trial
     from ..plan import questions
     from ..plan.search.command import run as run_search
-    from ..plan.search.request import request
+    from ..plan.search.request import OPTIMIZER, request
 
-    args.cluster = questions.cluster_with(args.cluster, args.set)
+    args.model += [one for one in args.set if one.startswith(OPTIMIZER)]
+    args.cluster = questions.cluster_with(args.cluster, [one for one in args.set if not one.startswith(OPTIMIZER)])
     counts, config = questions.rank_counts(args.ranks), request(args.model, 1, args.cluster).config
     if args.tries is not None:
         args.cluster = trial.cluster_here(args.cluster, counts[0], say_plan)
@@ -265,6 +274,7 @@ def say_plan(line: str) -> None:
 def show_scaling(args: argparse.Namespace, counts: list[int]) -> int:
     """Print the fastest plan on each count of ranks, and how efficient it is; returns the exit status."""
     from ..plan import questions
+    from ..plan.search.command import progress
     from ..plan.search.find import find_plans
 
     lacking = [f"--{name}" for name in ("rule", "explain", "write") if getattr(args, name) is not None]
@@ -276,7 +286,8 @@ def show_scaling(args: argparse.Namespace, counts: list[int]) -> int:
             plan = program_plans(args, ranks).best[0]
             return str(plan), plan.seconds
         options = {"fix": args.fix, "limit": args.limit, "memory": args.memory, "era": args.era}
-        plans = find_plans(args.model, args.cluster, ranks, args.batch, top=1, **options)
+        with progress(f"on {ranks} ranks, ") as tell:
+            plans = find_plans(args.model, args.cluster, ranks, args.batch, top=1, tell=tell, **options)
         return str(plans.best), plans.seconds
 
     lines = questions.scaling_json(questions.scaling(counts, best), args.step_tokens, args.tokens, args.price)
@@ -318,9 +329,11 @@ def program_plans(args: argparse.Namespace, ranks: int) -> ProgramPlans:
         raise ConfigError(f"--program plans without {', '.join(given) or '--era'}: those are of the library's own plans.")
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1.")
-    model, memory = request(args.model, args.batch, args.cluster).config.model, args.cluster["device.memory"]
+    config, memory = request(args.model, args.batch, args.cluster).config, args.cluster["device.memory"]
+    if config.train.optimizer != "adamw":
+        raise ConfigError(f"--program prices AdamW; train.optimizer={config.train.optimizer} is of the library's own plans.")
     limit = bytes_of(args.memory) if args.memory else memory  # what is kept free is part of a plan's bytes
-    return search(args.program, model, args.cluster, ranks, args.batch, args.fix, limit, args.top)
+    return search(args.program, config.model, args.cluster, ranks, args.batch, args.fix, limit, args.top)
 
 
 def show_rows(args: argparse.Namespace) -> int:

@@ -60,6 +60,11 @@ class AxisLock:
         if not self._refusal:
             self._lock.release()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a call of this member was broken off: messages may be left that nobody receives."""
+        return bool(self._refusal)
+
     def _refuse(self) -> NoReturn:
         """Raise the GridError of a broken axis, which a call inside another one makes it."""
         if not self._refusal:

@@ -89,10 +89,14 @@ class Communicators:
         self._job.check_in_use(grid)
 
     def free(self) -> None:
-        """Free all that were made: the axes' own and those of all ranks."""
+        """Free all that were made, the axes' own and those of all ranks, but for those of axes that are broken.
+
+        MPI would give another communicator the number of a broken one, and with it a message that nobody has received.
+        """
         comms = [axis.comm for axis in self.axes.values()]
+        broken = [axis.comm for axis in self.axes.values() if axis.lock.is_broken]
         for comm in (*comms, *(vars(self)[name] for name in ("comm", "first") if name in vars(self))):
-            if comm not in (MPI.COMM_NULL, MPI.COMM_SELF):  # one that is freed is null, wherever it stands
+            if comm not in (MPI.COMM_NULL, MPI.COMM_SELF, *broken):  # one that is freed is null, wherever it stands
                 comm.Free()
         self.axes.clear()
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf, sqrt
 
 import numpy as np
 
 from ..comm.device.arrays import Array, is_torch, quiet, to_host
 from ..errors import ShapeError
-from ..layout.layout import Layout
 from .distributed import Distributed
+from .elements import counts, splitting
+from .reductions import line_sums
 
 NORMS = ("fro", "max", 1, inf)
 
@@ -28,10 +28,11 @@ def norm(matrix: Distributed, order: str | float = "fro") -> float:
         return norm(matrix.T, 1)
     values = magnitudes(matrix.block)
     if order == "fro":
-        mine = np.sum(np.square(values)) if _counts(matrix) else 0.0
-        return sqrt(_sum(matrix, np.array([mine]), _splitting(matrix, (0, 1)))[0])
+        mine = np.sum(np.square(values)) if counts(matrix) else 0.0
+        axes = splitting(matrix.layout)
+        return sqrt(matrix.grid[axes].all_reduce(np.array([mine]))[0] if axes else mine)
     if order == 1:
-        values = _sum(matrix, np.sum(values, axis=0), matrix.layout.dims[0])
+        values = line_sums(matrix.with_block(values, matrix.layout), 0)
     return _largest(matrix, values)
 
 
@@ -46,23 +47,8 @@ def magnitudes(block: Array) -> np.ndarray:
         raise ShapeError(f"A norm is one of numbers; the block's dtype is {block.dtype}.") from error
 
 
-def _splitting(matrix: Distributed, dims: Iterable[int]) -> tuple[str, ...]:
-    """The axes over which the values of these dims differ: those that split them, and those along which one rank hosts them."""
-    return (*(axis for dim in dims for axis in matrix.layout.dims[dim]), *matrix.layout.root_only)
-
-
-def _counts(matrix: Distributed) -> bool:
-    """Whether this rank's block counts: of those that several indices of a root-only axis hold, the first."""
-    layout, at = matrix.layout, matrix.grid.coordinates
-    return not isinstance(layout, Layout) or all(at[axis] == layout.root_index(axis, at) for axis in layout.root_only)
-
-
-def _sum(matrix: Distributed, values: np.ndarray, axes: tuple[str, ...]) -> np.ndarray:
-    return np.asarray(matrix.grid[axes].all_reduce(values)) if axes else values
-
-
 def _largest(matrix: Distributed, values: np.ndarray) -> float:
     """The largest of all ranks' values; nan if one is nan, which MPI's max might drop."""
     mine = np.array([np.max(values) if values.size else 0.0])
-    axes = _splitting(matrix, (0, 1))
+    axes = splitting(matrix.layout)
     return float(np.max(matrix.grid[axes].all_gather(mine) if axes else mine))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from math import prod
@@ -38,6 +38,8 @@ from .precision import torch_dtype, working_weights
 MEBI, GIGA = 1 << 20, 1e9
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
 STAGE_TERMS = ("parameters", "activations", "peak")
+TellCounts = Callable[[int, int], None]
+"""Is told how many programs of ranks are traced, of how many."""
 CLIPPED = 0.5
 """What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
 
@@ -104,6 +106,16 @@ class Report(PlacedStep):
     device: str
     one_node: PlacedStep | None = None
 
+    @property
+    def placements(self) -> list[PlacedStep]:
+        """The step with its ranks on nodes in each way that it was asked for."""
+        return [self, *filter(None, [self.one_node])]
+
+    @property
+    def need(self) -> int:
+        """The most bytes that a rank holds at any time, its share of a node's memory included, in any placement."""
+        return max(one.bytes["peak"] + one.bytes["node"] for one in self.placements)
+
     def as_json(self) -> dict[str, Any]:
         """The fields, as ``summa3d train --dry-run --json`` prints them; those that say nothing are left out."""
         fields = asdict(self)
@@ -114,14 +126,14 @@ class Report(PlacedStep):
 
     def tables(self) -> tuple[Table, Table]:
         """Bytes by term, of the fullest rank and on the mean; then words, messages and bytes received by phase and axis."""
-        placements, columns = [self, *filter(None, [self.one_node])], [Column("MiB of a rank", list(self.bytes), left=True)]
+        placements, columns = self.placements, [Column("MiB of a rank", list(self.bytes), left=True)]
         for one in placements:
             fullest, mean = ([held[term] / MEBI for term in self.bytes] for held in (one.bytes, one.mean_bytes))
             columns.append(Column(f"rank {one.fullest_rank}, {one.carried_by(self.device)}", fullest, "{:,.2f}".format))
             columns.append(Column("mean", mean, "{:,.2f}".format))
-        pairs = zip(*((one.bytes, one.mean_bytes) for one in placements), strict=True)
-        most, mean = (max(held["peak"] + held["node"] for held in of) / MEBI for of in pairs)
-        need = f"needs at most {most:,.1f} MiB on a rank and {mean * self.ranks:,.1f} MiB on all ranks, beside Python itself"
+        share = max(one.mean_bytes["peak"] + one.mean_bytes["node"] for one in placements) / MEBI
+        all_ranks = f"{share * self.ranks:,.1f} MiB on all ranks, beside Python itself"
+        need = f"needs at most {self.need / MEBI:,.1f} MiB on a rank and {all_ranks}"
         grid = ",".join(f"{name}={size}" for name, size in self.grid.items())
         title = f"{self.scheme} on {self.ranks} rank(s), grid {grid}, {self.dtype}, recompute {self.recompute}"
         lines = [(phase, axis) for phase, axes in self.words.items() for axis in axes]
@@ -171,6 +183,7 @@ def dry_run(
     grid: Mapping[str, int] | str | None = None,
     *,
     ranks_per_node: int | None = None,
+    tell: TellCounts = lambda done, total: None,
     **settings: Any,
 ) -> Report:
     """What a training step takes of each rank, found by running its own program on tensors without memory.
@@ -182,6 +195,7 @@ def dry_run(
     config : a configuration, the name of one that is shipped, the path of a TOML file; or a model, with the other keys' defaults
     grid : sizes of its axes, as {"x": 2, "z": 2} or "x=2,z=2", in place of the configuration's
     ranks_per_node : consecutive ranks that share a node's memory; without it, 1, and `Report.one_node` has all on one
+    tell : is given how many programs of ranks are traced, of how many
     settings : further keys of the configuration, as scheme="cuboid", train={"batch": 16} or **{"train.batch": 16}
 
     Returns
@@ -209,17 +223,18 @@ def dry_run(
         inner = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {key: value}
         for name, one in inner.items():
             toml.assign(table, name, one)
-    found = predict(from_table(table), ranks_per_node)
+    found = predict(from_table(table), ranks_per_node, tell)
     one_node = found.pop("one_node", None)
     return Report(**found, one_node=one_node and PlacedStep(**one_node))
 
 
-def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]:
+def predict(config: Config, ranks_per_node: int | None = None, tell: TellCounts = lambda done, total: None) -> dict[str, Any]:
     """What a step of the configuration would take on its grid, on any number of ranks.
 
     ranks_per_node : how many consecutive ranks share a node. Axes inside a node communicate through its memory, where blocks are
         read and summands added as they lie; the others through MPI, which takes more workspace. Without it, of a grid with every
         rank on a node of its own, and under "one_node" of one with all ranks on one. On a device NCCL carries all axes alike.
+    tell : as of `dry_run`
 
     Returns
     -------
@@ -239,10 +254,10 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     found = {"scheme": config.scheme, "grid": config.grid.axes, "ranks": ranks, "dtype": config.dtype}
     on_device = requested_device(config.device) == "cuda"
     found |= {"recompute": config.recompute, "device": "cuda" if on_device else "cpu"}
-    found |= _placed(config, ranks_per_node or 1, on_device)
+    found |= _placed(config, ranks_per_node or 1, on_device, tell)
     if ranks_per_node is not None or ranks == 1 or on_device:
         return found
-    return found | {"one_node": _placed(config, ranks, False)}
+    return found | {"one_node": _placed(config, ranks, False, tell)}
 
 
 def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
@@ -334,11 +349,11 @@ class MatrixShares:
         return [matrix for p in hidden for matrix in matrices_of("", p.sharding, p.joined)]
 
 
-def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
+def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCounts) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
     first.layouts.check(config.model, config.rows)
-    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config))}
+    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config), tell)}
     held = {rank: step.bytes() for rank, (step, _) in found.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])
     step, ranks = found[fullest][0], sum(many for _, many in found.values())

@@ -108,6 +108,24 @@ def test_an_axis_is_broken_after_an_interrupt_in_a_call_that_a_program_has_caugh
 
 
 @pytest.mark.mpi(sizes=(2,))
+def test_a_message_of_a_broken_axis_never_arrives_in_the_grid_that_is_made_in_its_place(comm):
+    """MPI gives the number of a communicator that is freed to the next one; what nobody received would be received there."""
+    received = []
+    for turn in range(3):
+        grid = Grid(comm, {"x": 2}, node_memory=False, check=False)
+        axis = grid["x"]
+        if comm.rank == 0:
+            axis.send(np.full(2, float(turn)), 1)
+        elif turn > 0:
+            received.append(axis.receive(np.empty(2), 0).tolist())
+        if turn == 0 and comm.rank == 0:  # its member 1 has not received yet
+            with pytest.raises(KeyboardInterrupt), axis.lock:
+                raise KeyboardInterrupt
+        grid.free()
+    assert received == ([] if comm.rank == 0 else [[1, 1], [2, 2]])
+
+
+@pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("node_memory", MODES)
 def test_a_signal_handler_that_communicates_inside_a_call_is_refused(comm, make_grid, monkeypatch, node_memory):
     axis, whole, refused = make_grid(x=2, node_memory=node_memory, check=False)["x"], Transports.carry, []

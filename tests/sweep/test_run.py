@@ -201,7 +201,7 @@ def test_rank_counts_have_equal_threads_unless_told_otherwise_and_then_a_speed_u
     shares = {line["ranks"]: line["row"]["threads"] for line in lines}
     equal = max(1, cores // 2)
     assert shares == {1: equal if threads == "equal" else cores, 2: equal}
-    before, _, _ = ended.stderr.partition("1 ranks on")
+    before, _, _ = ended.stderr.partition("1 rank on")
     assert (f"{shares[1]} BLAS thread" in before) == (threads != "each") and ("as 2 on" in before) == (threads == "equal")
     assert cli(["sweep", "report", str(folder), "--format", "csv", "--no-plots"]) == 0
     one, two = csv.DictReader(folder.with_suffix(".csv").open())

@@ -22,7 +22,7 @@ from ...errors import ConfigError
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 DEVICES = ("cpu", "cuda")
-QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
+QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
 quiet = np.errstate(**QUIET)
 """Decorates numpy's arithmetic on blocks: inf and nan say what happened, and each rank would print warnings of its own.
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...columns import aligned
+from ...columns import aligned, counted
 from ...comm.topology import describe
 from ...dtypes import HALVES, Dtype
 from ...layout.cyclic import Ownership
@@ -272,7 +272,7 @@ class AnyPlan:
     def __str__(self) -> str:
         m, n, k = (self.extents[dim] for dim in "mnk")
         ranks = len(self.space)
-        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.form}, {self.dtype.name}, on {ranks} ranks"
+        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.form}, {self.dtype.name}, on {counted(ranks, 'rank')}"
         workspace = self.max_workspace * self.dtype.nbytes
         most = f"most words of a rank {self.max_words:,} (bound {self.bound:,.0f}), workspace {workspace:,} bytes"
         messages = sum(self.messages_of(rank) for rank in range(ranks))

@@ -1,9 +1,9 @@
-// GELU with the bias fused, y = GELU(x + bias), in tanh and exact form, and the gradients of x and bias. Backward recomputes
-// x + bias. The bias gradient has two phases: each lane writes its partial sum, and columns.cu adds the lanes.
+// An activation with the bias fused, y = f(x + bias), f GELU in tanh or exact form, or ReLU²; and the gradients of x and bias.
+// Backward recomputes x + bias. The bias gradient has two phases: each lane writes its partial sum, and columns.cu adds the lanes.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 
-template <class T, class Gelu> struct BiasGelu {
+template <class T, class F> struct BiasActivation {
     static constexpr int N = LANES<T>;
     const T *x, *bias;
     T* y;
@@ -16,14 +16,14 @@ template <class T, class Gelu> struct BiasGelu {
         Compute<T> v[N];
         load(v, x + row * stride + at.column, at.count);
         SUMMA3D_UNROLL
-        for (int i = 0; i < N; ++i) v[i] = Gelu::value(v[i] + b[i]);
+        for (int i = 0; i < N; ++i) v[i] = F::value(v[i] + b[i]);
         store(y + row * columns + at.column, v, at.count);
     }
 
     SUMMA3D_FUNCTION void end(Place) {}
 };
 
-template <class T, class Gelu> struct BiasGeluGradient {
+template <class T, class F> struct BiasActivationGradient {
     static constexpr int N = LANES<T>;
     const T *gradient, *x, *bias;
     T* x_gradient;
@@ -43,7 +43,7 @@ template <class T, class Gelu> struct BiasGeluGradient {
         load(g, gradient + row * gradient_stride + at.column, at.count);
         SUMMA3D_UNROLL
         for (int i = 0; i < N; ++i) {
-            v[i] = g[i] * Gelu::slope(v[i] + b[i]);
+            v[i] = g[i] * F::slope(v[i] + b[i]);
             sum[i] += v[i];
         }
         store(x_gradient + row * columns + at.column, v, at.count);
@@ -56,16 +56,17 @@ template <class T, class Gelu> struct BiasGeluGradient {
 
 #define MAKE(T, Form, name, dtype) \
     SUMMA3D_KERNEL( \
-        bias_gelu_##name##_##dtype, \
+        bias_##name##_##dtype, \
         (walk_tiles(block, Tiles{rows, columns, lanes, across}, \
-                    BiasGelu<T, Form<sizeof(T) == 2, Compute<T>>>{x, bias, y, stride, columns, {}})), \
+                    BiasActivation<T, Form<sizeof(T) == 2, Compute<T>>>{x, bias, y, stride, columns, {}})), \
         const T* x, const T* bias, T* y, int64 stride, int64 rows, int64 columns, int64 lanes, int64 across) \
     SUMMA3D_KERNEL( \
-        bias_gelu_##name##_gradient_##dtype, \
+        bias_##name##_gradient_##dtype, \
         (walk_tiles(block, Tiles{rows, columns, lanes, across}, \
-                    BiasGeluGradient<T, Form<sizeof(T) == 2, Compute<T>>>{ \
+                    BiasActivationGradient<T, Form<sizeof(T) == 2, Compute<T>>>{ \
                         gradient, x, bias, x_gradient, bias_parts, gradient_stride, stride, columns, {}, {}})), \
         const T* gradient, const T* x, const T* bias, T* x_gradient, Compute<T>* bias_parts, int64 gradient_stride, \
         int64 stride, int64 rows, int64 columns, int64 lanes, int64 across)
-#define MAKE_BOTH(T, dtype) MAKE(T, TanhGelu, tanh, dtype) MAKE(T, ExactGelu, none, dtype)
-SUMMA3D_FOR_EACH_DTYPE(MAKE_BOTH)
+#define MAKE_ALL(T, dtype) \
+    MAKE(T, TanhGelu, gelu_tanh, dtype) MAKE(T, ExactGelu, gelu, dtype) MAKE(T, SquaredRelu, relu2, dtype)
+SUMMA3D_FOR_EACH_DTYPE(MAKE_ALL)
