@@ -57,7 +57,7 @@ class Times:
     def __init__(self, cluster: Cluster, store: Store, train: TrainConfig = ADAMW) -> None:
         self.cluster, self.store, self.train = cluster, store, train
         self._muon: dict[object, MuonStep] = {}
-        self._compute: dict[tuple[StageGrid, int], list[float]] = {}
+        self._compute: dict[tuple[StageGrid, int], tuple[list[float], list[tuple[int, Op]]]] = {}
         self._prices: dict[object, Prices] = {}
         self._least: dict[CellKey, Durations] = {}
         self._updates: dict[tuple[StageGrid, int, int], list[float | Op]] = {}
@@ -97,11 +97,14 @@ class Times:
         """Seconds of each kind of operation."""
         prices, key = self.prices_of(plan), (plan.inner, plan.units)
         if key not in self._compute:
-            self._compute[key] = [0.0 if one.op.kind == "move" else prices.price(one.at(units)) for one in cells.kinds]
-        known = self._compute[key]
-        return [
-            prices.price(kind.at(units)) if kind.op.kind == "move" else known[place] for place, kind in enumerate(cells.kinds)
-        ]
+            known = [0.0 if one.op.kind == "move" else prices.price(one.at(units)) for one in cells.kinds]
+            moves = [(place, one.at(units)) for place, one in enumerate(cells.kinds) if one.op.kind == "move"]
+            self._compute[key] = known, moves
+        known, moves = self._compute[key]
+        found = [*known]
+        for place, op in moves:
+            found[place] = sum(prices.move(op))
+        return found
 
     # -- by replay
 
