@@ -117,3 +117,19 @@ def test_what_is_no_part_is_refused_before_anything_moves(comm, make_grid):
         with pytest.raises(TypeError, match="it takes a number, or a DistMatrix"):
             a[:] = np.ones((7, 5))
     assert moved.calls == 0 and np.array_equal(a.to_global(), np.ones((7, 5)))
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_a_conjugate_is_combined_and_cut_as_any_matrix_and_is_not_overwritten(comm, make_grid, kind):
+    grid, whole = make_grid(x=2), random((7, 5)) + 1j * random((7, 5), 2)
+    matrix = DistMatrix.from_global(array(kind, "complex128", whole), grid, "m:x k")
+    turned, want = matrix.H, whole.conj().T
+    found = {"sum": turned + turned, "imag": turned.imag, "part": turned[1:4, ::2], "line": turned.sum(1)}
+    expected = {"sum": 2 * want, "imag": want.imag, "part": want[1:4, ::2], "line": want.sum(1, keepdims=True)}
+    for name, one in found.items():
+        assert np.allclose(plain(one.to_global()), expected[name], rtol=0, atol=1e-14), name
+    assert turned.trace() == pytest.approx(np.trace(want)) and turned[2, 3] == want[2, 3]
+    with pytest.raises(ShapeError, match="is the conjugate of a matrix"):
+        turned[:2] = 0
+    assert np.array_equal(plain(matrix.to_global()), whole)

@@ -113,6 +113,8 @@ def put_part(matrix: Distributed, key: Any, value: Any) -> None:
     """``A[key] = value``: a scalar in each element, or a matrix of the part's shape, which is brought to where A has the part."""
     ranges, _ = ranges_of(key, matrix.shape)
     matrix.check_block()
+    if matrix.shown.conjugated:
+        raise ShapeError("A[…] = B: A is the conjugate of a matrix, which shows that matrix's elements and cannot be written.")
     shape, own, grid = (len(ranges[0]), len(ranges[1])), sliced(matrix, ranges), matrix.grid
     is_matrix = isinstance(value, Distributed)
     if is_matrix:
