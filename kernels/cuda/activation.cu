@@ -1,5 +1,5 @@
 // An activation with the bias fused, y = f(x + bias), f GELU in tanh or exact form, or ReLU²; and the gradients of x and bias.
-// Backward recomputes x + bias. The bias gradient has two phases: each lane writes its partial sum, and columns.cu adds the lanes.
+// Backward recomputes x + bias. The bias gradient has two phases: each lane writes its partial sum; columns.cu adds the lanes.
 #include "arithmetic.cuh"
 #include "walk.cuh"
 

@@ -95,7 +95,7 @@ def memory(plan: Plan, cells: Cells, units: int, muon: MuonStep | None = None) -
     return max(found, key=lambda one: one.total)
 
 
-def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | None) -> Memory:
+def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | None = None) -> Memory:
     held, each = elements_of(plan, cells, rank), kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
     parameters, gradients, optimizer = (round(held * one) for one in each)
     if muon is not None:  # whose moment of a matrix is one word
