@@ -25,7 +25,7 @@ SYSTEM_MPI = $(PYTHON) -c 'import ctypes.util, shutil, sys; sys.exit(not (shutil
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-all lint docs
+.PHONY: help venv demo test test-all papers lint docs
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -69,6 +69,9 @@ else
 test: venv  ## run every test, at every world size
 	$(BIN)/python -m pytest $(TESTS)
 endif
+
+papers: venv  ## run the tests of papers' tables, fits and claims
+	$(BIN)/python -m pytest tests/papers -m 'papers and not wide'
 
 test-all: venv  ## run every combination of every sweep as well, and start a Python for every rank
 	$(BIN)/python -m pytest $(TESTS) -m "" --fresh-ranks

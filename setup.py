@@ -18,13 +18,14 @@ TOMLI = "tomli>=2.0; python_version < '3.11'"
 PLOT = ["matplotlib>=3.8"]
 TRAIN = [*TORCH, "safetensors>=0.4", "rich>=13", "tomli_w>=1.0"]
 FRAME = ["pandas>=2"]  # `to_frame` of a dry run and of plans
-FIT = ["scipy>=1.11"]  # of `summa3d plan --paper`
+FIT = ["scipy>=1.11"]  # of fits to papers' tables, in tests and papers/
 MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 BF16 = ["ml_dtypes>=0.5"]  # the dtype bfloat16 for arrays of numpy and CuPy
+HDF5 = ["h5py>=3.8"]  # `DistMatrix.from_hdf5`, `to_hdf5`
 # The tests compare imported and exported models with those of transformers; the library reads and writes the files without it.
-TEST = [*BF16, *FIT, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
+TEST = [*BF16, *FIT, *HDF5, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
 DOCS = ["zensical>=0.0.73", "mkdocstrings-python>=2.0"]  # `make docs`
 COMPLETION = ["argcomplete>=3.5"]  # of the command line, in a shell
 DEV = [*TEST, *COMPLETION, "mypy>=1.10", "ruff>=0.6"]
@@ -54,9 +55,10 @@ setup(
     package_data={
         "summa3d": ["py.typed", "clusters/*.toml"],
         "summa3d.cli": ["help.json"],
+        "summa3d.nn": ["models.toml"],
         "summa3d.train": ["configs/*.toml"],
-        "summa3d.sweep": ["files/*.toml"],
-        "summa3d.plan": ["papers/tables/*.toml", "programs/*.toml", "search/*.toml"],
+        "summa3d.sweep": ["files/*.toml", "files/published/*.toml"],
+        "summa3d.plan": ["programs/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2", TOMLI],
@@ -70,7 +72,8 @@ setup(
         "bf16": BF16,
         "plot": PLOT,
         "frame": FRAME,
-        "plan": [*TRAIN, *PLOT, *FIT],
+        "hdf5": HDF5,
+        "plan": [*TRAIN, *PLOT],
         "completion": COMPLETION,
         "test": TEST,
         "dev": DEV,

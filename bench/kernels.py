@@ -47,9 +47,9 @@ def cases(fused: Fused, elements: int, dtype: torch.dtype) -> Iterator[Case]:
     x, other, third = (new(rows, COLUMNS) for _ in range(3))
     bias, labels = new(COLUMNS), torch.randint(0, COLUMNS, (rows,), device=fused.device)
     mask = Mask(12345 << 64 | 678, 0, (rows, COLUMNS), (COLUMNS, 1), lambda: x)
-    for form in ("tanh", "none"):
-        yield Case(f"bias + GELU ({form})", lambda form=form: fused.bias_gelu(x, bias, form), 2 * word)
-        yield Case(f"… backward ({form})", lambda form=form: fused.bias_gelu_gradient(other, x, bias, form), 3 * word)
+    for form in ("gelu_tanh", "gelu", "relu2"):
+        yield Case(f"bias + {form}", lambda form=form: fused.bias_activation(x, bias, form), 2 * word)
+        yield Case(f"… backward ({form})", lambda form=form: fused.bias_activation_gradient(other, x, bias, form), 3 * word)
     yield Case("SwiGLU", lambda: fused.swiglu(x, other), 3 * word)
     yield Case("… backward", lambda: fused.swiglu_gradient(third, x, other), 5 * word)
     yield Case("bias + dropout + residual", lambda: fused.dropout_add(x, mask, 0.1, other, bias), 3 * word)

@@ -4,6 +4,7 @@
 """
 
 from summa3d.cli.config import keys
+from summa3d.nn.config import named_models
 from summa3d.train import config as configuration
 
 
@@ -20,9 +21,11 @@ def page() -> str:
         "| name | |",
         "|---|---|",
         *(f"| `{name}` | {title} |" for name, title in configuration.shipped().items()),
+        "",
+        f"Models have a configuration each by name, without a corpus: {', '.join(f'`{name}`' for name in named_models())}.",
     ]
     table = None
-    for key in keys():
+    for key in (key for key in keys() if key.name not in configuration.HIDDEN):
         before = key.name.rpartition(".")[0]
         if before != table:
             lines += ["", f"## {f'Table `{before}`' if before else 'Top level'}", "", "| key | type | default | meaning |"]

@@ -34,7 +34,9 @@ stand side by side: `(z,x) y` is split by z, then by x, along dim 0, and by y al
 every rank; it is the global mean on every rank.
 """
 NOTES = {
-    "gpt2": "Learned positions, layer norms before the branches, GELU by tanh, the head tied to the embedding.",
+    "gpt2": "Learned positions, layer norms before the branches, GELU by tanh, the head tied to the embedding. With "
+    "`activation` exact GELU, or squared ReLU. With fewer `kv_heads` than heads, `attention.q` [h, h] and "
+    "`attention.kv` [h, 2·kv·d], each with a bias, stand in the place of `attention.qkv`, as in llama.",
     "bert": "Bidirectional; token types; norms after the residual sums; exact GELU. `labels` are the true tokens where they are "
     "masked; `relation` says whether the second sentence follows (0) or not (1).",
     "llama": "Rotary positions in the half-split order, RMSNorm, SwiGLU, no biases, a head of its own unless `tied_head`. "

@@ -23,24 +23,24 @@ class Elements:
     def __init__(self, launch: KernelLauncher) -> None:
         self.launch = launch
 
-    def bias_gelu(self, x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-        """GELU(x + bias), fused; see `reference.bias_gelu`."""
+    def bias_activation(self, x: Tensor, bias: Tensor | None, form: str) -> Tensor:
+        """f(x + bias), fused; see `reference.bias_activation`."""
         flat = matrix(x)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         tiles = self._tiles(flat.rows, flat.columns, x.dtype)
-        self._walk(f"bias_gelu_{approximate}", tiles, x.dtype, flat.data, _vector(bias), y, flat.stride, flat.rows, flat.columns)
+        self._walk(f"bias_{form}", tiles, x.dtype, flat.data, _vector(bias), y, flat.stride, flat.rows, flat.columns)
         return y
 
-    def bias_gelu_gradient(
-        self, gradient: Tensor, x: Tensor, bias: Tensor | None, approximate: str
+    def bias_activation_gradient(
+        self, gradient: Tensor, x: Tensor, bias: Tensor | None, form: str
     ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of x and of bias; see `reference.bias_gelu_gradient`."""
+        """The gradients of x and of bias; see `reference.bias_activation_gradient`."""
         flat, of_y = matrix(x), matrix(gradient)
         of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         tiles = self._tiles(flat.rows, flat.columns, x.dtype, summing=bias is not None)
         parts = None if bias is None else self.parts(1, tiles, flat.columns, x.dtype)
         self._walk(
-            f"bias_gelu_{approximate}_gradient", tiles, x.dtype, of_y.data, flat.data, _vector(bias), of_x, parts,
+            f"bias_{form}_gradient", tiles, x.dtype, of_y.data, flat.data, _vector(bias), of_x, parts,
             of_y.stride, flat.stride, flat.rows, flat.columns,
         )  # fmt: skip
         return of_x, None if parts is None else self.sum_lanes(parts, x.dtype)[0]

@@ -19,10 +19,13 @@ from .rows import Fused
 from .streams import taken_over
 
 SOURCES = Path(__file__).parent / "cuda"
-FAMILIES = ("adamw", "columns", "dropout", "gelu", "loss", "norm", "rotary", "swiglu")
+FAMILIES = ("activation", "adamw", "columns", "dropout", "loss", "norm", "rotary", "swiglu")
 INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\n', re.MULTILINE)
-KERNEL = re.compile(r"^(?:bias_)?(adamw|dropout|gelu|rotate|swiglu|sum_lanes|sum_parts)|(norm)_|^(row_maximum|cross_entropy)")
-FAMILY = {"rotate": "rotary", "sum_lanes": "columns", "sum_parts": "columns", "row_maximum": "loss", "cross_entropy": "loss"}
+KERNEL = re.compile(
+    r"^(?:bias_)?(adamw|dropout|gelu|relu2|rotate|swiglu|sum_lanes|sum_parts)|(norm)_|^(row_maximum|cross_entropy)"
+)
+FAMILY = {"gelu": "activation", "relu2": "activation", "rotate": "rotary", "sum_lanes": "columns", "sum_parts": "columns"}
+FAMILY |= {"row_maximum": "loss", "cross_entropy": "loss"}
 OPTIONS = ("-std=c++17",)
 MOST_BLOCKS = 2**31 - 1  # CUDA's limit of a launch grid's first dim
 

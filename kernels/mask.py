@@ -1,6 +1,6 @@
 """The description of a dropout mask: which numbers of a random stream the elements of a block take.
 
-From it a kernel draws the mask in registers, forward and backward; summa3d/nn/random.py defines the numbers of a stream.
+From it a kernel draws the mask in registers, forward and backward; summa3d/layout/random.py defines the numbers of a stream.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from torch.optim.adamw import adamw as torch_adamw
 
 from .mask import Mask
 
+APPROXIMATE = {"gelu_tanh": "tanh", "gelu": "none"}
+"""Forms of GELU → what torch calls them."""
+
 
 class Sum(Protocol):
     """An all-reduce in flight."""
@@ -96,18 +99,26 @@ def norm_gradient(
     return torch.addcmul(scaled - means[..., :1], normal, means[..., 1:], value=-1).mul_(inverse), vectors
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None, approximate: str) -> Tensor:
-    """GELU(x + bias) for x [rows, n] and bias [n]; `approximate` is "tanh" or "none", as in torch.
+def bias_activation(x: Tensor, bias: Tensor | None, form: str) -> Tensor:
+    """f(x + bias) for x [rows, n] and bias [n]; `form` is "gelu_tanh", "gelu" (exact), or "relu2", max(0, x)².
 
-    >>> bias_gelu(torch.zeros(1, 2), torch.zeros(2), "tanh")
-    tensor([[0., 0.]])
+    >>> bias_activation(torch.ones(1, 2), torch.tensor([1.0, -2.0]), "relu2")
+    tensor([[4., 0.]])
     """
-    return functional.gelu(x if bias is None else x + bias, approximate=approximate)
+    x = x if bias is None else x + bias
+    if form == "relu2":
+        y = torch.relu(x)
+        return y.mul_(y)
+    return functional.gelu(x, approximate=APPROXIMATE[form])
 
 
-def bias_gelu_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None, approximate: str) -> tuple[Tensor, Tensor | None]:
+def bias_activation_gradient(gradient: Tensor, x: Tensor, bias: Tensor | None, form: str) -> tuple[Tensor, Tensor | None]:
     """The gradients of x and of bias; the gradient of bias is summed over the local rows, and None without a bias."""
-    of_x = torch.ops.aten.gelu_backward(gradient, x if bias is None else x + bias, approximate=approximate)
+    x = x if bias is None else x + bias
+    if form == "relu2":
+        of_x = torch.relu(x).mul_(gradient).mul_(2)
+    else:
+        of_x = torch.ops.aten.gelu_backward(gradient, x, approximate=APPROXIMATE[form])
     return of_x, None if bias is None else of_x.flatten(0, -2).sum(0)
 
 

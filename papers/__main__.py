@@ -1,100 +1,115 @@
-"""`python -m papers bands`: the bands of `summa3d plan`, from the rows of papers/rows, as TOML."""
+"""`python -m papers NAME`: a paper's tables beside predictions; claims, choices, cost tables; bands and points that are kept."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from math import ceil
+import json
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import mpi4py
 
-mpi4py.rc.initialize = False  # dry runs need the names of MPI alone
+from summa3d.cluster import load as load_cluster
+from summa3d.errors import ConfigError, Summa3dError
+from summa3d.plan.programs.bands import FILE
 
-from summa3d.plan.programs.bands import FILE  # noqa: E402
-from summa3d.plan.programs.programs import PROGRAMS  # noqa: E402
-from summa3d.plan.programs.rows import MeasuredStep, read  # noqa: E402
-from summa3d.plan.programs.step import step  # noqa: E402
+from . import bands, costs, sweeps
+from .paper import load, names
 
-ROWS = Path(__file__).parent / "rows"
-FILES = ("nemo", "mosaicml", "published", "dgxc", "others")
-WITHIN, LEFT_OUT_WITHIN = 0.9, 0.97
-"""Of the rows, how many lie inside the band that they make; and of those of machines left out, whose programs were not."""
-LEAST = 0.05
-"""No band is narrower: a fifth of BLOOM's plans were measured twice within 3 %, and rows of one page have errors in common."""
-FEWEST = 8
-"""Rows of a program on a device that make a band."""
-BEFORE = {
-    "H100-SXM": {"product.efficiency": 0.65, "product.half": 150.0, "attention.flash1": 0.3},
-    "A100-SXM-80GB": {"product.efficiency": 0.7086, "product.half": 41.37, "attention.flash1": 0.5},
-    "A100-SXM-40GB": {"product.efficiency": 0.7086, "product.half": 41.37, "attention.flash1": 0.5},
+OWN = {
+    "claims": "What papers claim of whole families of runs, beside ours.",
+    "choices": "Plans that labs took, ranked among all that their program could run.",
+    "formulas": "Papers' cost tables beside the closed forms of our schemes, isoefficiency, and figures of words.",
+    "bands": "The bands of predicted seconds of `summa3d plan`, from papers/rows.",
+    "published": "The published points of the sweeps that are shipped, from papers/tables.",
 }
-"""Device → what was assumed of it before its own rows were seen: with that, they are rows of a machine left out. FlashAttention-1
-is half as fast as its second version, as the paper of that says (arXiv 2307.08691)."""
-NOT_LEFT_OUT = ("ptdp:", "ptdp-zero3:")
-"""Rows that numbers of their machine are fitted to; and those of a ZeRO-3 that received weights at the rate of one port of eight,
-as fitted in its own table: predictions without that rate are 24 to 68 % too short, and no band of others would say so."""
 
 
-def main() -> None:
-    """Print the bands, or write them where the package reads them."""
-    parser = argparse.ArgumentParser(prog="python -m papers", description=__doc__)
-    parser.add_argument("what", choices=("bands",), help="Make the bands of predictions.")
-    parser.add_argument("--write", action="store_true", help=f"Write them to {FILE.name} of the package.")
-    args = parser.parse_args()
-    text = "\n".join(as_toml([row for name in FILES for row in rows_of(name)])) + "\n"
-    if args.write:
-        FILE.write_text(text, encoding="utf-8")
-    print(text, end="")
+def parser() -> argparse.ArgumentParser:
+    """The options of the command."""
+    whole = argparse.ArgumentParser(prog="python -m papers", description=__doc__)
+    commands = whole.add_subparsers(dest="what", required=True, metavar="NAME")
+    for name in (*names(), *OWN):
+        one = commands.add_parser(name, help=OWN.get(name, "Its tables beside predictions."))
+        if name in ("bands", "published"):
+            one.add_argument("--write", action="store_true", help="Write them where the package reads them.")
+            continue
+        one.add_argument("--json", action="store_true", help="Print JSON in place of text.")
+        if name != "choices":
+            one.add_argument("--plots", type=Path, metavar="DIR", help="Write figures into DIR, as PNG and SVG.")
+        if name == "formulas":
+            one.add_argument("--hidden", type=int, required=True, metavar="H", help="Hidden size of the layer.")
+            one.add_argument("--rows", type=int, default=2048, metavar="R", help="Batch times sequence. The default is 2048.")
+            one.add_argument("--costs", type=int, metavar="P", help="Papers' costs of a layer on P ranks, beside ours.")
+            one.add_argument("--isoefficiency", metavar="CLUSTER", help="How work must grow with ranks, beside papers' growth.")
+    return whole
 
 
-def rows_of(name: str) -> list[MeasuredStep]:
-    """The rows of a file of papers/rows."""
-    return read(ROWS / f"{name}.json")
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the words name; returns the exit status."""
+    args = parser().parse_args(words)
+    mpi4py.rc.initialize = False  # dry runs need the names of MPI alone
+    try:
+        act = {"bands": keep, "published": keep, "formulas": formulas, "claims": claims, "choices": claims}.get(args.what, paper)
+        act(args)
+    except Summa3dError as error:
+        print(f"python -m papers: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
-def as_toml(rows: Sequence[MeasuredStep]) -> Iterator[str]:
-    """The lines of the bands: pooled over machines that were left out, and of each program on a device with rows enough."""
-    left_out: dict[tuple[str, str], list[float]] = {}
-    groups: dict[str, dict[str, list[float]]] = {}
-    for row in rows:
-        if not row.source.startswith(NOT_LEFT_OUT):
-            left_out.setdefault((row.program, row.device), []).append(off(row, left_out=True))
-        groups.setdefault(row.program, {}).setdefault(row.device, []).append(off(row))
-    yield "# Half-widths of bands of predicted seconds, made by `python -m papers bands`: nine in ten rows lie inside."
-    yield f"# pooled: of {len(left_out)} programs on machines whose own rows were left out, each of which counts as much."
-    yield f"pooled = {half_width(*left_out.values(), within=LEFT_OUT_WITHIN)}"
-    for program, devices in groups.items():
-        enough = {device: errors for device, errors in devices.items() if len(errors) >= FEWEST}
-        if enough:
-            yield f"\n[validated.{program}]"
-            yield from (f'"{device}" = {half_width(errors)}  # {len(errors)} rows' for device, errors in enough.items())
+def keep(args: argparse.Namespace) -> None:
+    """Print what the package has from here, or write it there."""
+    texts = {FILE: bands.text()} if args.what == "bands" else {sweeps.file_of(one): sweeps.as_toml(one) for one in sweeps.SERIES}
+    for file, text in texts.items():
+        if args.write:
+            file.write_text(text, encoding="utf-8")
+        print(text, end="")
 
 
-def off(row: MeasuredStep, left_out: bool = False) -> float:
-    """How far the measured seconds lie from the predicted ones, as a part of these.
+def paper(args: argparse.Namespace) -> None:
+    """Print a paper's tables beside predictions."""
+    from .figures import write
+    from .report import as_text, report
 
-    left_out : with the numbers from before the rows of its machine were seen
-    """
-    values = dict(BEFORE.get(row.device, {})) if left_out else {}
-    kernel = values.pop("attention.flash1", 0.0)
-    if kernel and PROGRAMS[row.program].kernel == "flash1":
-        times = kernel / row.cluster["attention.flash1"]
-        values |= {key: min(1.0, times * row.cluster[key]) for key in ("attention.forward", "attention.backward")}
-    cluster = row.cluster.replaced(values, "assumed") if values else row.cluster
-    return abs(row.seconds / step(row.given).seconds(cluster) - 1)
+    read = load(args.what)
+    found = report(read)
+    print(json.dumps(found) if args.json else "\n".join(as_text(read, found)))
+    written(() if args.plots is None else write(read, found, args.plots))
 
 
-def half_width(*groups: Sequence[float], within: float = WITHIN) -> float:
-    """The error that a part `within` of them does not exceed, each group of which counts as much; in whole percents upwards."""
-    weighted = sorted((error, 1 / len(errors)) for errors in groups for error in errors)
-    reached = 0.0
-    for error, weight in weighted:
-        reached += weight
-        if reached >= within * len(groups) - 1e-9:
-            return max(LEAST, ceil(100 * error) / 100)
-    return max(LEAST, weighted[-1][0])
+def claims(args: argparse.Namespace) -> None:
+    """Print papers' claims, or labs' choices, beside ours."""
+    from . import choices, claims
+
+    module = claims if args.what == "claims" else choices
+    found = module.report()
+    print(json.dumps(found) if args.json else "\n".join(module.as_text(found)))
+    written(claims.write(found, args.plots) if args.what == "claims" and args.plots is not None else ())
+
+
+def formulas(args: argparse.Namespace) -> None:
+    """Print papers' cost tables and growths beside ours. Raises ConfigError for ranks that are no square and cube at once."""
+    if args.costs is not None and (args.costs < 1 or round(args.costs ** (1 / 6)) ** 6 != args.costs):
+        raise ConfigError(f"--costs {args.costs} is no sixth power, a square and a cube at once: 64, 729, 4096, … are.")
+    for name in ("hidden", "rows"):
+        if getattr(args, name) < 1:
+            raise ConfigError(f"--{name} is {getattr(args, name)}; it must be at least 1.")
+    table = [] if args.costs is None else costs.costs(args.costs, args.rows, args.hidden)
+    growths = [] if args.isoefficiency is None else costs.isoefficiency(load_cluster(args.isoefficiency))
+    if args.json:
+        print(json.dumps({"costs": [one._asdict() for one in table], "isoefficiency": [one._asdict() for one in growths]}))
+    else:
+        print("\n".join(costs.as_text(table, growths)))
+    written(() if args.plots is None else costs.write(args.hidden, args.rows, args.plots))
+
+
+def written(files: Iterable[Path]) -> None:
+    """Say which files were written."""
+    for file in files:
+        print(f"written: {file}", file=sys.stderr)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -16,8 +16,10 @@ _waiting.yield_cores()
 
 if TYPE_CHECKING:
     from .comm.grid import Grid
+    from .gemm.einsum import einsum
     from .gemm.matmul import matmul
     from .gemm.matrix import DistMatrix
+    from .gemm.tensor import DistTensor
     from .layout.layout import Layout, Sharding
     from .plan.search.find import find_plans
     from .train.dry_run import dry_run
@@ -28,12 +30,14 @@ HOME = {
     "Layout": "layout.layout",
     "Sharding": "layout.layout",
     "DistMatrix": "gemm.matrix",
+    "DistTensor": "gemm.tensor",
+    "einsum": "gemm.einsum",
     "matmul": "gemm.matmul",
 }
 WITHOUT_MPI = {"dry_run": "train.dry_run", "find_plans": "plan.search.find"}
 """Names whose modules need the names of MPI alone."""
 
-__all__ = ["DistMatrix", "Grid", "Layout", "Sharding", "dry_run", "find_plans", "matmul"]
+__all__ = ["DistMatrix", "DistTensor", "Grid", "Layout", "Sharding", "dry_run", "einsum", "find_plans", "matmul"]
 
 
 def __getattr__(name: str) -> object:

@@ -21,7 +21,7 @@ VARIABLE = "SUMMA3D_BLAS"
 TAKES = "Give numpy, mkl, torch, or the file of a BLAS."
 BLAS_OVERRIDES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """Variables that make OpenBLAS choose the kernels of another processor."""
-ROW_MAJOR, TRANSPOSE = 101, {"n": 111, "t": 112, "c": 113}
+ROW_MAJOR, LOWER, TRANSPOSE = 101, 122, {"n": 111, "t": 112, "c": 113}
 NAMES = ("scipy_cblas_{}gemm64_", "cblas_{}gemm64_", "cblas_{}gemm_64", "cblas_{}gemm")
 """Names of gemm in the BLAS of numpy's wheels, of distributions with 64-bit integers, in MKL, and in all others."""
 SEQUENTIAL, GNU_THREADS = 1, 3  # MKL's threading layers
@@ -31,6 +31,7 @@ OPENBLAS_NAMES = (("scipy_openblas_", "64_"), ("openblas_", "64_"), ("scipy_open
 """What stands before and after the names of OpenBLAS's own functions, in numpy's wheels and elsewhere."""
 
 Gemm = Callable[[np.ndarray, np.ndarray, str, np.ndarray, complex, complex], None]
+Rank_k = Callable[[np.ndarray, str, np.ndarray], None]
 AtAddresses = Callable[..., None]
 """gemm(form, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc) of real matrices by rows, at these addresses."""
 
@@ -187,6 +188,31 @@ def gemm(dtype: str) -> Gemm | None:
     return None if handle is None or dtype not in LETTERS else _checked(handle, dtype)
 
 
+@cache
+def rank_k(dtype: str, form: str) -> Rank_k | None:
+    """The function that makes the lower triangle of C = op(A)·op'(A), form nt, tn, nc or cn: syrk, or herk for conjugates.
+
+    None where this process's BLAS lacks it or computes wrongly.
+    """
+    handle, is_complex = library().handle, dtype.startswith("complex")
+    if gemm(dtype) is None:
+        return None
+    kind = "herk" if "c" in form and is_complex else "syrk"
+    try:
+        bound = _rank_k_bound(handle, dtype, kind)
+    except AttributeError:
+        return None
+    for side in (3, 2 * CHECKED // 3):
+        a = (np.arange(side * 9) % 7).astype(dtype).reshape(side, 9)[:, :5]
+        a = (a - 1j * np.roll(a, 1)).astype(dtype) if is_complex else a.copy()
+        want = a @ (a.conj().T if kind == "herk" else a.T) if form[0] == "n" else (a.conj().T if kind == "herk" else a.T) @ a
+        out = np.zeros_like(want)
+        bound(a, form, out)
+        if not np.array_equal(np.tril(out), np.tril(want)):
+            return None
+    return bound
+
+
 def _named(wanted: str) -> Library:
     try:
         handle = _mkl(Path(wanted), f"{VARIABLE} names it") if "mkl_rt" in Path(wanted).name else None
@@ -293,10 +319,37 @@ def at_addresses(dtype: str) -> AtAddresses | None:
     return multiply
 
 
+def _found(library: Any, dtype: str, routine: str) -> Any:
+    """A routine of the C interface."""
+    names = [name.format(LETTERS[dtype]).replace("gemm", routine) for name in NAMES]
+    return next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
+
+
+def _rank_k_bound(library: Any, dtype: str, kind: str) -> Rank_k:
+    """syrk or herk of a library, as `rank_k` returns it."""
+    function, is_complex = _found(library, dtype, kind), dtype.startswith("complex")
+    enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    real = ctypes.c_float if dtype in ("float32", "complex64") else ctypes.c_double
+    by_pointer = is_complex and kind == "syrk"
+    scalar = pointer if by_pointer else real
+    function.restype = None
+    function.argtypes = (enum, enum, enum, number, number, scalar, pointer, number, scalar, pointer, number)
+
+    def multiply(a: np.ndarray, form: str, out: np.ndarray) -> None:
+        factors = np.array((1, 0), dtype)
+        first = address(factors)
+        alpha, beta = (first, first + factors.itemsize) if by_pointer else (1.0, 0.0)
+        turn = "n" if form[0] == "n" else "c" if kind == "herk" else "t"
+        n, k = a.shape if turn == "n" else a.shape[::-1]
+        operand, target = (address(a), leading(a)), (address(out), leading(out))
+        function(ROW_MAJOR, LOWER, TRANSPOSE[turn], n, k, alpha, *operand, beta, *target)
+
+    return multiply
+
+
 def _function(library: Any, dtype: str) -> Any:
     """gemm of the C interface, with the types of its arguments."""
-    names = [name.format(LETTERS[dtype]) for name in NAMES]
-    function = next(getattr(library, name) for name in [*filter(lambda name: hasattr(library, name), names), names[-1]])
+    function = _found(library, dtype, "gemm")
     # 64-bit integers fit both kinds of BLAS: on these platforms a 32-bit callee reads the low half of each argument.
     enum, number, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
     scalar = pointer if dtype.startswith("complex") else ctypes.c_float if dtype == "float32" else ctypes.c_double

@@ -1,8 +1,17 @@
-"""Rows of text in aligned columns."""
+"""Rows of text in aligned columns, and numbers of things in words."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+
+
+def counted(number: int, what: str) -> str:
+    """A number of things; of one, in the singular.
+
+    >>> counted(1, "rank"), counted(0, "rank"), counted(1200, "rank")
+    ('1 rank', '0 ranks', '1200 ranks')
+    """
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> list[str]:

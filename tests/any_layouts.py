@@ -1,4 +1,4 @@
-"""Random products of operands in any layouts: their grids, layouts, forms and sizes, and plain numpy's operands."""
+"""Random products of operands in any layouts: their grids, layouts, forms, letters and sizes, and plain numpy's operands."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def grids_of(ranks: int, axes: str = "xyz") -> list[dict[str, int]]:
     return [dict(zip(axes, each, strict=True)) for each in sizes]
 
 
-def random_layout(random: Random, axes: dict[str, int], plain: bool = False) -> Any:
+def random_layout(random: Random, axes: dict[str, int], plain: bool = False, dims: int = 2) -> Any:
     """A layout that splits, copies, holds at one index or two, follows another axis, or deals out; if plain, the first two."""
-    names, rows, columns = list(axes), list[str](), list[str]()
+    names, splits = list(axes), [list[str]() for _ in range(dims)]
     at, follows = dict[str, list[int]](), dict[str, str]()
     random.shuffle(names)
     for name in names:
-        kind, alike = random.random(), [one for one in rows if axes[one] == axes[name]]
+        kind, alike = random.random(), [one for one in splits[0] if axes[one] == axes[name]]
         if kind < 0.15:
             continue
         if kind < 0.23 and not plain:
@@ -55,10 +55,10 @@ def random_layout(random: Random, axes: dict[str, int], plain: bool = False) -> 
         elif kind < 0.27 and alike and not plain:
             follows[name] = alike[0]
         else:
-            (rows if random.random() < 0.5 else columns).append(name)
-    if not (at or follows or plain) and random.random() < 0.3:
-        return BlockCyclic((tuple(rows), random.randint(1, 6)), (tuple(columns), random.randint(1, 6)))
-    return Layout(rows, columns, root_only=tuple(follows), follows=follows, at=at)
+            splits[int(dims * random.random())].append(name)
+    if dims == 2 and not (at or follows or plain) and random.random() < 0.3:
+        return BlockCyclic(*((tuple(own), random.randint(1, 6)) for own in splits))
+    return Layout(*splits, root_only=tuple(follows), follows=follows, at=at)
 
 
 def random_case(random: Random, ranks: int, two_grids: bool = False, plain: bool = False) -> Case:
@@ -77,3 +77,56 @@ def random_case(random: Random, ranks: int, two_grids: bool = False, plain: bool
 def stored(whole: np.ndarray, letter: str) -> np.ndarray:
     """A matrix as it is stored where op is `letter`."""
     return whole if letter == "n" else np.ascontiguousarray(whole.T)
+
+
+LETTERS = ("bmk,bkn->bmn", "mk,bkn->bmn", "bhsd,bhtd->bhst", "bsh,hf->bsf", "bij,bij->b", "abk,bkc->ac", "mk,kn->nm")
+
+
+class LetteredCase(NamedTuple):
+    """A product of tensors. extents : letter → size. grids, orders, c : as those of a Case."""
+
+    subscripts: str
+    extents: dict[str, int]
+    grids: tuple[dict[str, int], dict[str, int]]
+    orders: tuple[str | None, str | None]
+    a: Any
+    b: Any
+    c: Any
+    objective: str
+
+    @property
+    def names(self) -> list[str]:
+        """The letters of A, of B, of C."""
+        return self.subscripts.replace("->", ",").split(",")
+
+    def operands(self, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+        """A and B, the same on every rank."""
+        random = np.random.default_rng(seed)
+        first, second, _ = ([self.extents[letter] for letter in names] for names in self.names)
+        return random.standard_normal(first), random.standard_normal(second)
+
+
+def random_letters(random: Random) -> str:
+    """Letters of which up to two each are batch, A's own, B's own and summed over, in any order."""
+    while True:
+        groups = [("bc", "mn", "pq", "kl")[kind][: random.choice([0, 1, 1, 2])] for kind in range(4)]
+        batch, rows, columns, inner = groups
+        names = [
+            "".join(random.sample(one, len(one)))
+            for one in (batch + rows + inner, batch + inner + columns, batch + rows + columns)
+        ]
+        if all(names):
+            return f"{names[0]},{names[1]}->{names[2]}"
+
+
+def random_lettered(random: Random, ranks: int, two_grids: bool = False, plain: bool = False) -> LetteredCase:
+    """A product of tensors on one grid of so many ranks, or on two of them."""
+    subscripts = random.choice(LETTERS) if random.random() < 0.4 else random_letters(random)
+    extents = {letter: random.choice((1, 2, 3, 5, 7)) for letter in sorted({*subscripts} - {*",->"})}
+    first = random.choice(grids_of(ranks))
+    second = random.choice(grids_of(ranks, "uvw")) if two_grids else first
+    orders = (None, "".join(random.sample("uvw", 3)) if two_grids else None)
+    names = subscripts.replace("->", ",").split(",")
+    a, b, c = (random_layout(random, grid, plain, len(own)) for grid, own in zip((first, second, first), names, strict=True))
+    objective = random.choice(["seconds", "words"])
+    return LetteredCase(subscripts, extents, (first, second), orders, a, b, c if random.random() < 0.6 else None, objective)

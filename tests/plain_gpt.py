@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from summa3d.layout.random import key
 from summa3d.nn import ModelConfig
-from summa3d.nn.random import keep_mask, key
+from summa3d.nn.random import keep_mask
 
 
 class PlainGPT:
@@ -42,8 +43,14 @@ class PlainGPT:
         future = torch.ones(s, s, dtype=torch.bool).triu(1)
         for index in range(config.layers):
             name = f"blocks.{index}"
-            qkv = linear(norm(x, f"{name}.attention_norm"), f"{name}.attention.qkv").view(b, s, config.heads, 3, -1)
-            q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))
+            normal, kv_heads = norm(x, f"{name}.attention_norm"), config.kv_heads or config.heads
+            if kv_heads == config.heads:
+                q, k, v = linear(normal, f"{name}.attention.qkv").view(b, s, config.heads, 3, -1).unbind(3)
+            else:  # each head of k and v copied to the heads that share it
+                q = linear(normal, f"{name}.attention.q").view(b, s, config.heads, -1)
+                kv = linear(normal, f"{name}.attention.kv").view(b, s, kv_heads, 2, -1)
+                k, v = kv.repeat_interleave(config.heads // kv_heads, 2).unbind(3)
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             scores = (q @ k.transpose(2, 3) / q.shape[-1] ** 0.5).masked_fill(future, -torch.inf)
             context = drop(scores.softmax(-1), f"{name}.attention", config.attention_dropout) @ v
             x = x + drop(
@@ -51,7 +58,9 @@ class PlainGPT:
                 f"{name}.attention_branch",
                 config.dropout,
             )
-            inner = functional.gelu(linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.up"), approximate="tanh")
+            inner = linear(norm(x, f"{name}.mlp_norm"), f"{name}.mlp.up")
+            relu2 = config.activation == "relu2"
+            inner = inner.clamp(min=0) ** 2 if relu2 else functional.gelu(inner, approximate="tanh")
             x = x + drop(linear(inner, f"{name}.mlp.down"), f"{name}.mlp_branch", config.dropout)
         logits = norm(x, "norm") @ w["embedding.weight"].T
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)

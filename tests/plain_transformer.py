@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from summa3d.layout.random import key
 from summa3d.nn import ModelConfig
-from summa3d.nn.random import keep_mask, key
+from summa3d.nn.random import keep_mask
 
 
 class PlainTransformer:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import lcm
 from typing import Any
 
@@ -101,15 +102,19 @@ GPT2 = ModelConfig(layers=1, hidden=24, heads=12, ffn=29, sequence=12, vocabular
 LLAMA = replace(GPT2, family="llama", hidden=72, ffn=36, kv_heads=2, rotary_base=50.0, norm_eps=1e-3)
 
 
-def llama_on(context: Context) -> ModelConfig:
+NEMOTRON = replace(GPT2, hidden=72, kv_heads=2, activation="relu2")
+
+
+def grouped_on(whole: ModelConfig, context: Context) -> ModelConfig:
     """Two kv heads, whole or in pieces; six where three ranks split them."""
     num_shards = context.columns(context.scheme.after_linear(context.residual)).size
-    return LLAMA if num_shards % 2 == 0 or num_shards == 1 else replace(LLAMA, kv_heads=6)
+    return whole if num_shards % 2 == 0 or num_shards == 1 else replace(whole, kv_heads=6)
 
 
 FAMILIES: dict[str, Family] = {
     "gpt2": Family(lambda context: GPT2, PlainGPT, next_tokens),
-    "llama": Family(llama_on, PlainLlama, next_tokens),
+    "llama": Family(partial(grouped_on, LLAMA), PlainLlama, next_tokens),
+    "gpt2-grouped": Family(partial(grouped_on, NEMOTRON), PlainGPT, next_tokens),
     "bert": Family(lambda context: replace(GPT2, family="bert"), PlainBERT, sentence_pairs),
 }
 

@@ -90,6 +90,19 @@ def test_torchs_products_are_timed_beside_numpys_blas_by_shape(tmp_path):
     assert len([line for line in said.splitlines() if "never the slower" in line]) == 4
 
 
+def test_reads_of_files_stand_beside_bare_ones(tmp_path):
+    pytest.importorskip("h5py")
+    said = run("files.py", "--ranks", "2", "--rows", "64", "--rounds", "1", "--json", str(tmp_path / "files.json"))
+    found = json.loads((tmp_path / "files.json").read_text())
+    assert {case: [*times] for case, times in found["seconds"].items()} == {
+        "raw rows": ["ours", "memmap", "preadv"],
+        "hdf5 rows": ["ours", "h5py"],
+        "raw columns": ["ours", "memmap", "preadv"],
+        "hdf5 columns": ["ours", "h5py"],
+    }
+    assert found["bytes"] == 64 * 16384 * 8 and "holds: no word is moved" in said
+
+
 def test_a_linears_overhead_is_that_of_its_calls(tmp_path):
     said, found = overhead(tmp_path, "linear", "--rounds", "1")
     rows = found["rows"]
@@ -101,6 +114,15 @@ def test_the_executors_overhead_is_that_of_its_operations(tmp_path):
     said, found = overhead(tmp_path, "executor", "--rounds", "1")
     assert found["ops"] == 128 and all(len(times) == 1 and times[0] > 0 for times in found["seconds"].values())
     assert "at most 50 µs of Python an operation" in said.splitlines()[-1]
+
+
+def test_products_in_pieces_stand_beside_their_arithmetic_and_their_messages_alone():
+    command = [str(BENCH / "overlap_nodes.py"), "--on-ranks", "--case", "1", "--scale", "16", "--rate", "1e9", "--rounds", "1"]
+    ended = jobs.run(command, 2)
+    assert ended.status == 0, ended.stderr
+    row = json.loads(ended.stdout.splitlines()[-1])
+    assert set(row["seconds"]) == {"arithmetic", "messages", "1", "2", "4", "8", "16"}
+    assert row["predicted"]["1"] == pytest.approx(row["seconds"]["arithmetic"][0] + row["seconds"]["messages"][0])
 
 
 def test_a_step_stands_beside_torchs_on_the_same_ranks(tmp_path):
@@ -268,3 +290,32 @@ def test_claims_on_emulated_nodes_hold_near_the_prediction_alone(emulated):
     ]
     strong = race | {"part": "strong", "cases": [{**rows[0], "times": [1.0]}, {**rows[1], "times": [0.9]}]}
     assert [holds for _, holds in report.claims([strong])] == [False]
+
+
+def test_the_planner_is_judged_by_errors_the_order_and_what_its_pick_of_each_group_loses(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    here = importlib.import_module("this_machine")
+    assert sum(len(group.fixes) for group in here.JUDGED) == 16 and {group.ranks for group in here.JUDGED} == {2, 4}
+
+    def row(group, predicted, measured, noise=0.01):
+        about = {"group": group, "predicted": predicted, "measured": measured, "noise": noise}
+        return about | {"error": predicted / measured - 1}
+
+    rows = [row("a", 1.0, 1.1), row("a", 1.2, 1.0, 0.05), row("b", 2.0, 2.0, 0.02), row("b", 3.0, 4.0)]
+    found = here.judgement(rows)
+    assert found["regrets"] == pytest.approx([0.1, 0.0]) and found["regret"] == pytest.approx(0.05)
+    assert found["kendall"] == pytest.approx(4 / 6) and found["kendall_of_groups"] == 0
+    assert found["error"] == pytest.approx((1 / 11 + 0.2) / 2) and found["noise"] == pytest.approx(0.015)
+    assert [held for _, held in here.claimed(found)] == [False, False, False]
+    assert [held for _, held in here.claimed({**found, "error": 0.1, "kendall": 0.8, "noise": 0.06})] == [True, True, True]
+
+
+def test_the_race_of_one_matrix_prints_times_words_and_multiply_adds_of_half_the_work(tmp_path):
+    said = run("symmetric.py", "--size", "96", "--rounds", "2", "--json", str(tmp_path / "race.json"))
+    rows = json.loads((tmp_path / "race.json").read_text())["rows"]
+    assert len(rows) == 2 and all(row["difference"] < 1e-14 and len(row["seconds"]["packed"]) == 2 for row in rows)
+    lines = said.splitlines()
+    assert lines[0].startswith("load ") and all(
+        line.startswith("holds: ") for line in lines if "multiply-adds" in line and "hold" in line.lower()
+    )
+    assert sum("of the busiest rank's words" in line for line in lines) == 4

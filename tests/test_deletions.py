@@ -25,11 +25,11 @@ DELETIONS = {
     "sweep.measure.measure.begin",
     # a file that is about to be made anew, exclusively
     "comm.health.flight_files.create",
-    "gemm.files._create",
+    "gemm.files.steps.new_file",
     "train.checkpoint.safetensors.write_tensors",
     # a temporary file of this process, at a failure
     "files.replacing",
-    "gemm.files.write",
+    "gemm.files.steps.replace",
     "plan.search.store._write",
     "train.checkpoint.shards.write",
     # segments of this user's ended jobs
@@ -39,7 +39,7 @@ DELETIONS = {
 RENAMES = {
     "files.replacing",
     "files.rename_folder",
-    "gemm.files.write",
+    "gemm.files.steps.replace",
     "plan.search.store._write",
     "train.checkpoint.folder._delete",
     "train.checkpoint.folder._finish_deletion",
@@ -50,7 +50,7 @@ WRITES = {
     "files.replacing",
     "comm.health.flight_files.create",
     "comm.health.flight_files.claim",
-    "gemm.files._create",
+    "gemm.files.steps.new_file",
     "sweep.lines.append",
     "train.checkpoint.safetensors.write_tensors",
     "train.lease.Lease._open",

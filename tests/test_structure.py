@@ -147,7 +147,7 @@ MODELS = "a torch module: what stages of a pipeline, generation and recomputatio
 TRANSPORT = "a transport: a method for each collective, and what begins it"
 WIDE = {
     "Axis": "the collectives, each blocking and begun",
-    "DistMatrix": "the front door of products",
+    **dict.fromkeys(("DistMatrix", "Conjugated"), "the front door of products"),
     "Fused": "no state: stands for the module of the reference's functions",
     **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "ViT"), MODELS),
     **dict.fromkeys(("HostTransport", "CudaAwareTransport", "NcclTransport", "NcclLink", "PinnedTransport"), TRANSPORT),

@@ -50,6 +50,13 @@ template <bool fast, class C> struct ExactGelu {
     }
 };
 
+// Squared ReLU: max(0, x)², with the slope 2·max(0, x). A NaN stays one.
+template <bool fast, class C> struct SquaredRelu {
+    static SUMMA3D_FUNCTION C value(C x) { return x < C(0) ? C(0) : x * x; }
+
+    static SUMMA3D_FUNCTION C slope(C x) { return x < C(0) ? C(0) : C(2) * x; }
+};
+
 // One element of AdamW, updated in place: weight, first and second moment; `gradient` is already unscaled and clipped.
 template <class C> struct AdamW {
     C kept, beta1, beta2, epsilon, rate, root_correction;  // kept = 1 − rate·decay; rate divided by 1 − β1ᵗ; √(1 − β2ᵗ)

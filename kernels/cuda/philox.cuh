@@ -1,5 +1,5 @@
 // Philox4x64-10, and the random numbers that the elements of a stream take from it: bitwise those of numpy and of
-// summa3d/nn/random.py. Source: Salmon et al. 2011.
+// summa3d/layout/random.py. Source: Salmon et al. 2011.
 #pragma once
 #include "common.cuh"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, is_grad_enabled
 
 from ..comm.axis import Axis
-from ..comm.device.arrays import dtype_name
+from ..comm.device.arrays import address, dtype_name
 from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.pending import Completed, Pending
 from ..errors import GridError, ShapeError
@@ -26,6 +26,8 @@ from ..gemm.algorithms.workspace import Workspace
 from ..gemm.any_layout.executor import AnyProduct
 from ..gemm.any_layout.plan import AnyPlan, Owned
 from ..gemm.any_layout.planned import plan_any
+from ..gemm.symmetric.executor import SymmetricProduct
+from ..gemm.symmetric.plan import SymmetricPlan
 from .deferred import PassState
 from .prefetch import PrefetchSource
 
@@ -374,6 +376,31 @@ class AnyLayoutProduct(Product):
         return Completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
 
+class OneMatrixProduct(AnyLayoutProduct):
+    """A product of one matrix with its own transpose: `matmul(a, a, product)`, of form nt or tn, by half of the arithmetic.
+
+    Its gradient, (dC + dCᵀ)·A of form nt, is the sum of those that the general product has for either operand.
+    Raises ShapeError for a plan whose C stays packed, or operands that are not one block.
+    """
+
+    def __init__(self, plan: SymmetricPlan, grid: BaseGrid, rows: Axis | None = None) -> None:
+        if plan.c is None:
+            raise ShapeError(f"{plan!r} leaves C packed, which has no gradient: plan it with storage='full'.")
+        super().__init__(plan.general, grid, rows)
+        self._half = SymmetricProduct(plan, grid)
+
+    def check_blocks(self, a: Tensor, b: Tensor) -> None:
+        """Raise ShapeError unless both operands are this rank's block of one matrix."""
+        super().check_blocks(a, b)
+        if address(a) != address(b) or a.stride() != b.stride():
+            raise ShapeError("a and b of a product of one matrix are two tensors: pass the same twice, as matmul(a, a, product).")
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, and A's block twice."""
+        self.check_blocks(a, b)
+        return self._half.run(a), (a, b)
+
+
 def _any_gradient(plan: AnyPlan, grid: BaseGrid, gradient: Gradient, other: Owned, own: Owned) -> AnyPlan:
     """Return the plan of an operand's gradient, in the operand's layout: of dC and the other operand."""
     m, n, k = (plan.extents[dim] for dim in gradient.dims)
@@ -384,14 +411,14 @@ def _any_gradient(plan: AnyPlan, grid: BaseGrid, gradient: Gradient, other: Owne
 
 
 def product(
-    plan: ProductPlan | AnyPlan,
+    plan: ProductPlan | AnyPlan | SymmetricPlan,
     grid: BaseGrid,
     regather: bool = True,
     rows: Axis | None = None,
     workspace: Workspace | None = None,
     in_flight: InFlight = InFlight(),
 ) -> Product:
-    """Bind `plan` to `grid` as a product with gradients, whatever its algorithm; or that of operands in any layouts.
+    """Bind `plan` to `grid` as a product with gradients: of an algorithm, of operands in any layouts, or of one matrix.
 
     Parameters
     ----------
@@ -402,6 +429,8 @@ def product(
 
     Raises ShapeError for a form or plan without gradients.
     """
+    if isinstance(plan, SymmetricPlan):
+        return OneMatrixProduct(plan, grid, rows)
     if isinstance(plan, AnyPlan):
         return AnyLayoutProduct(plan, grid, rows)
     if isinstance(plan, CuboidPlan):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import combinations
-from math import sqrt
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,8 @@ from ..dtypes import dtype_of
 from ..gemm.algorithms.registry import algorithm
 from ..gemm.cost.choose import Candidate, in_panels
 from ..gemm.cost.machine import Machine
+from ..gemm.pieces.timing import predicted
+from ..plan.order import kendall
 
 if TYPE_CHECKING:
     from ..dry.step import Setting
@@ -24,6 +24,8 @@ def of_product(entry: ProductEntry, machine: Machine) -> float:
     """Predicted seconds of an entry of a benchmark of products, as the chooser compares them."""
     problem, found, grid = entry.problem, algorithm(entry.algorithm), dict(entry.grid)
     plan = found.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+    if getattr(plan, "pieces", 1) > 1 and not machine.node:
+        return predicted(plan, grid, dict.fromkeys(grid, 0), dtype_of(problem.dtype), machine)
     mean = found.mean(problem.form, problem.m, problem.n, problem.k, grid)
     if entry.options.get("panel"):
         mean = in_panels(mean, max(mean.products, -(-problem.k // entry.options["panel"])))
@@ -60,21 +62,6 @@ def setting_of(entry: BlockEntry, case: Case, ranks_per_node: int) -> Setting:
     )
 
 
-def kendall(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Kendall's τ_b of pairs: how many more two of them are in the same order than not; None where all are alike on one side.
-
-    >>> kendall([(1, 10), (2, 30), (3, 20)])
-    0.3333333333333333
-    """
-    signs = [(_sign(a - c), _sign(b - d)) for (a, b), (c, d) in combinations(pairs, 2)]
-    ordered = sqrt(sum(first != 0 for first, _ in signs) * sum(second != 0 for _, second in signs))
-    return sum(first * second for first, second in signs) / ordered if ordered else None
-
-
-def _sign(value: float) -> int:
-    return (value > 0) - (value < 0)
-
-
 def compared(result: Mapping[str, Any], predicted: Sequence[float], cluster: Cluster) -> dict[str, Any]:
     """A result whose rows have `predicted` seconds, and `prediction`: how far off they are, and how alike the order is.
 
@@ -91,7 +78,7 @@ def compared(result: Mapping[str, Any], predicted: Sequence[float], cluster: Clu
             "band": cluster["band.percent"],
             "errors": errors,
             "median_error": median(map(abs, errors)),
-            "kendall": kendall(list(zip(measured, predicted, strict=True))),
+            "kendall": kendall(measured, predicted),
         },
     }
 

@@ -26,7 +26,9 @@ from ..errors import ConfigError
 from ..gemm.algorithms.registry import Algorithm, algorithm
 from ..gemm.cost.choose import choose
 from ..gemm.cost.machine import Machine
+from ..gemm.matmul import matmul
 from ..gemm.matrix import DistMatrix
+from ..gemm.syrk import syrk
 from ..launch.runtime import on_all_cores
 from .capacity import peak_bytes, require, serial_bytes
 from .clock import Clock, sleep_until_all_are_here
@@ -337,3 +339,33 @@ def speed_over(peer: Mapping[str, Any], row: Mapping[str, Any]) -> float:
     """The time of `peer` divided by the row's time: the median of the quotients of all rounds."""
     quotients = [its / own if own else 0.0 for its, own in zip(peer["seconds"]["all"], row["seconds"]["all"], strict=True)]
     return median(quotients)
+
+
+def race_symmetric(
+    a: DistMatrix, form: str, rounds: int, out_layout: str | None = None, objective: str = "seconds"
+) -> dict[str, Any]:
+    """Multiply a matrix with its own transpose, whole, packed, and as if it were two matrices, in interleaved rounds; collective.
+
+    Returns the seconds of each round, the words of the busiest rank as the ledger has them, and the relative difference of the
+    whole product from the general one.
+    """
+    twin = a.with_block(a.block.copy(), a.layout)
+    whole = syrk(a, form, out_layout=out_layout, objective=objective)
+    assert isinstance(whole, DistMatrix)
+    acts: dict[str, Callable[[], Any]] = {
+        "whole": lambda: syrk(a, form, out_layout=whole.layout, objective=objective),
+        "general": lambda: matmul(a, twin, form, out_layout=whole.layout, objective=objective),
+        "packed": lambda: syrk(a, form, storage="lower", objective=objective),
+    }
+    words, comm = {}, a.grid.comm
+    for name, act in acts.items():
+        with a.grid.ledger.watch() as moved:
+            act()
+        words[name] = max(comm.allgather(moved.words))
+    clock, seconds = Clock(a.grid), {name: list[float]() for name in acts}
+    for _ in range(rounds):
+        for name, span in zip(acts, clock.spans(*acts.values()), strict=True):
+            seconds[name].append(span)
+    want = acts["general"]()
+    difference = (whole - want).norm() / (want.norm() or 1.0)
+    return {"seconds": seconds, "measured_words": words, "difference": difference}

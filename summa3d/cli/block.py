@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..columns import counted
 from ..comm.device.arrays import DEVICES
 from ..errors import ConfigError
 from ..files import grid_of
@@ -157,7 +158,7 @@ def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
     if not found:
         known = " · ".join(map(describe, fitting)) or "none; change the sizes or the number of ranks"
         raise ConfigError(
-            f"--scheme {text}: no such grid of {ranks} ranks can run this block. Grids of {name} that can: {known}."
+            f"--scheme {text}: no such grid of {counted(ranks, 'rank')} can run this block. Grids of {name} that can: {known}."
         )
     return found
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from ..errors import ConfigError, nearest
+from ..nn.config import named_models
 from ..train import config as configuration
 from ..train import toml
 
@@ -37,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "what",
         nargs="?",
         metavar="KEY|CONFIG",
-        help="Show this key (train.steps), the keys of this table (train), or this configuration: a shipped one, or a TOML file.",
+        help="Show this key (train.steps), the keys of this table (train), or this configuration: a shipped one, a model's, or a "
+        "TOML file.",
     )
     parser.add_argument(
         "--toml", action="store_true", help="Print a configuration file: every key as a comment, with default and meaning."
@@ -46,14 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what is asked for; returns the exit status. Raises ConfigError for an unknown key or configuration."""
-    shipped, what = configuration.shipped(), args.what or ""
-    if what in shipped or what.endswith(".toml"):
+    shipped, models, what = configuration.shipped(), named_models(), args.what or ""
+    if what in (*shipped, *models) or what.endswith(".toml"):
         configuration.load(what)  # raises an error for a file that no run can take
         print(commented(configuration.read_table(what)), end="")
         return 0
-    found = [key for key in keys() if what in ("", key.name) or key.name.startswith(f"{what}.")]
+    found = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
     if not found:
-        known = [*(key.name for key in keys()), *shipped]
+        known = [*(key.name for key in keys() if _is_shown(key)), *shipped, *models]
         raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {nearest(what, known)!r}.")
     if args.toml:
         print(commented({}), end="")
@@ -62,7 +64,14 @@ def run(args: argparse.Namespace) -> int:
     if not what:
         print("\nConfigurations that are shipped, for `summa3d train NAME` and `summa3d config NAME`:")
         print("\n".join(f"  {name:<12} {title}" for name, title in shipped.items()))
+        print("Models, whose configurations have no corpus:")
+        print(textwrap.fill(", ".join(models), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False))
     return 0
+
+
+def _is_shown(key: ConfigKey) -> bool:
+    """Whether a user may set the key to something."""
+    return key.name not in configuration.HIDDEN
 
 
 def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[ConfigKey]:
@@ -110,6 +119,8 @@ def commented(given: Mapping[str, Any]) -> str:
     table = ""
     for key in keys():
         before, _, name = key.name.rpartition(".")
+        if not _is_shown(key) and name not in (given.get(before, {}) if before else given):
+            continue
         if before != table:
             lines.append(f"\n[{before}]")
             table = before

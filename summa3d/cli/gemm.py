@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..comm.device.arrays import DEVICES, numpy_dtype, quiet
-from ..dtypes import DTYPES, HALVES
+from ..dtypes import DTYPES, HALVES, dtype_of
 from ..errors import ConfigError
 from ..files import grid_of
 from ..launch.runtime import usable_cores
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 CHOOSES = "Choose by the times that are predicted for this described cluster."
 PANEL_ALGORITHMS = "summa, tesseract and ca25d"
+OPTIONS_OF = {"panel": PANEL_ALGORITHMS, "pieces": "cuboid"}
+"""Options of the command line that are an algorithm's, and the algorithms that take them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--panel", type=int, help=f"Set the panel width of {PANEL_ALGORITHMS}. By default panels are not divided."
     )
+    parser.add_argument(
+        "--pieces",
+        type=pieces_of,
+        metavar="N|auto",
+        help="Cut what a rank of the cuboid sends to another node into N pieces, which travel behind arithmetic; auto takes the "
+        "number of fewest predicted seconds. The default is 1.",
+    )
     parser.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
     parser.add_argument("--transport", help="Use this transport for device arrays. The default is SUMMA3D_TRANSPORT, else auto.")
     parser.add_argument("--alpha", type=float, default=1.0, help="Multiply op(A)·op(B) by this factor.")
@@ -71,6 +80,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dry", action="store_true", help="Print the plan of a product of these layouts on --grid, and multiply nothing."
+    )
+    parser.add_argument(
+        "--symmetric",
+        action="store_true",
+        help="Multiply one matrix, in --a-layout (by default m:x k:y), with its own transpose (form nt, or tn, nc or cn); "
+        "compare plan and times with the general product's.",
     )
     add_cluster_argument(parser, CHOOSES)
     add_trace_arguments(parser, "one more run")
@@ -90,6 +105,13 @@ def machine_of(name: str | None, device: str, comm: Any) -> Any:
 
     cluster = default_cluster() if name is None else load(name)
     return Machine(cluster, node=device == "cpu" and in_one_node(comm))
+
+
+def pieces_of(text: str) -> int | str:
+    """Parse the text of --pieces. Raises argparse.ArgumentTypeError for what is neither a number nor `auto`."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of pieces nor auto")
+    return text if text == "auto" else int(text)
 
 
 def one_algorithm(name: str) -> str:
@@ -113,6 +135,8 @@ def parse_grid(text: str) -> dict[str, int]:
 
 def run(args: argparse.Namespace) -> int:
     """Run the product, print its figures on rank 0, and return the exit status; collective over all ranks."""
+    if args.symmetric:
+        return run_symmetric(args)
     if args.dry:
         return run_dry(args)
     for option in ("a_layout", "b_layout", "out_layout", "objective"):
@@ -160,7 +184,7 @@ def run_dry(args: argparse.Namespace) -> int:
             raise ConfigError(
                 f"--dry prints the plan of --a-layout and --b-layout on --grid: --{option.replace('_', '-')} is missing."
             )
-    for option in ("algorithm", "panel", "check", "trace"):
+    for option in ("algorithm", "panel", "pieces", "check", "trace"):
         if getattr(args, option):
             raise ConfigError(f"--{option} is of products that run, and --dry multiplies nothing: leave one of them out.")
     machine = None if args.cluster is None else Machine(load(args.cluster))
@@ -172,6 +196,63 @@ def run_dry(args: argparse.Namespace) -> int:
     if launched is None or launched[1] == 0:
         print(json.dumps(facts_of_plan(plan)) if args.json else plan, flush=True)
     return 0
+
+
+def run_symmetric(args: argparse.Namespace) -> int:
+    """Print the plan of a product of one matrix, and unless it is dry what `race_symmetric` measures; returns the exit status.
+
+    Raises ConfigError for what is not of such a product, and what `plan_syrk` raises.
+    """
+    from ..cluster import load
+    from ..comm.grid import Grid, Place
+    from ..comm.health.processes import launched_as
+    from ..gemm import DistMatrix, Machine, plan_syrk
+
+    for option in ("algorithm", "panel", "check", "trace", "b_layout"):
+        if getattr(args, option):
+            raise ConfigError(f"--{option.replace('_', '-')} is not of a product of one matrix: leave it or --symmetric out.")
+    if args.m != args.n:
+        raise ConfigError(
+            f"--symmetric multiplies one matrix with its own transpose: --m {args.m} and --n {args.n} must be equal."
+        )
+    form, world = args.form.replace("nn", "nt"), None
+    if not args.dry:
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD
+        check_positive(args, "m", "k", "repeat")
+        args.grid = args.grid or dict(zip("xy", MPI.Compute_dims(world.size, 2), strict=True))
+    elif args.grid is None:
+        raise ConfigError("--dry prints the plan on --grid: --grid is missing.")
+    layout, place = args.a_layout or ("m:x k:y" if form[0] == "n" else "k:y m:x"), Place(args.grid)
+    more = {"form": form, "dtype": args.dtype, "objective": args.objective or "seconds"}
+    machine = None if args.cluster is None else Machine(load(args.cluster))
+    plan = plan_syrk(layout, args.n, args.k, place, args.out_layout, machine=machine, **more)
+    found = {"plan": plan.summary, **figures(plan), "c_layout": str(plan.general.c.layout), "general": figures(plan.general)}
+    if world is not None:
+        from ..bench.products import race_symmetric
+
+        with Grid(world, args.grid) as grid:
+            a = DistMatrix.from_function(element(args.dtype), plan.a.shape, grid, layout, numpy_dtype(args.dtype))
+            found |= race_symmetric(a, form, args.repeat, args.out_layout, more["objective"])
+    launched = launched_as()
+    if world.rank == 0 if world is not None else launched is None or launched[1] == 0:
+        text = [str(plan)]
+        for name, times in found.get("seconds", {}).items():
+            text.append(f"{name}: {1e3 * median(times):.2f} ms, most words of a rank {found['measured_words'][name]:,}")
+        print(json.dumps(found) if args.json else "\n".join(text), flush=True)
+    return 0
+
+
+def figures(plan: Any) -> dict[str, Any]:
+    """Words, messages, multiply-adds and seconds of a plan."""
+    return {
+        "words": plan.words,
+        "max_words": plan.max_words,
+        "max_multiply_adds": plan.max_multiply_adds,
+        "messages": sum(map(plan.messages_of, range(len(plan.space)))),
+        "predicted": plan.seconds,
+    }
 
 
 def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:
@@ -200,10 +281,12 @@ def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductE
     from ..gemm.algorithms.registry import ALGORITHMS
     from ..gemm.algorithms.registry import algorithm as named
     from ..gemm.cost.choose import choose
+    from ..gemm.pieces.timing import best_pieces
 
     if args.grid is None:
-        if args.panel is not None and args.algorithm is None:
-            raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only. Name one of them with --algorithm.")
+        for option, appliers in OPTIONS_OF.items():
+            if getattr(args, option) is not None and args.algorithm is None:
+                raise ConfigError(f"--{option} applies to {appliers} only. Name one of them with --algorithm.")
         name = None if args.algorithm is None else named(args.algorithm, comm.size).name
         choice = choose(args.m, args.n, args.k, comm.size, args.dtype, algorithm=name, form=args.form, machine=machine)
         algorithm, shape = ALGORITHMS[choice.algorithm], dict(choice.grid)
@@ -215,9 +298,13 @@ def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductE
         if unknown:
             raise ConfigError(f"--grid names axis {unknown[0]!r}; the axes of {algorithm.name} are {', '.join(algorithm.axes)}.")
         shape = {axis: shape.get(axis, 1) for axis in algorithm.axes}
-    options = {} if args.panel is None else {"panel": args.panel}
-    if not set(options) <= set(algorithm.options):
-        raise ConfigError(f"--panel applies to {PANEL_ALGORITHMS} only (algorithm is {algorithm.name}).")
+    options = {option: getattr(args, option) for option in OPTIONS_OF if getattr(args, option) is not None}
+    for option in options:
+        if option not in algorithm.options:
+            raise ConfigError(f"--{option} applies to {OPTIONS_OF[option]} only (algorithm is {algorithm.name}).")
+    if options.get("pieces") == "auto":
+        plan = algorithm.plan(args.form, args.m, args.n, args.k)
+        options["pieces"] = best_pieces(plan, shape, dtype_of(args.dtype), machine)
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
     return ProductEntry(algorithm.name, shape, problem, options, args.grid is None and args.algorithm is None), chosen
 

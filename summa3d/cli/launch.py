@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..columns import counted
 from ..errors import LaunchError
 from ..interpreter import module
 from ..launch import emulate, segments
@@ -64,7 +65,7 @@ def mpi_command(
     launcher = find_launcher(runtime, environ)
     cores = usable_cores()
     settings, words = rank_environment(runtime.vendor, ranks, cores, environ)
-    account = f"{ranks} ranks on {cores} core{'s' if cores > 1 else ''}, {runtime.name} ({launcher.command[0]})"
+    account = f"{counted(ranks, 'rank')} on {counted(cores, 'core')}, {runtime.name} ({launcher.command[0]})"
     command = [*launcher.command, "-n", str(ranks), sys.executable, *arguments]
     return command, {**environ, **settings}, f"{account}, {words}" if words else account
 

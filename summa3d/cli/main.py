@@ -51,7 +51,7 @@ COMMANDS = {
     "sweep": "Measure products, blocks or training steps on many rank counts and grids, as a file describes; resume; collect.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
-    "plan": "Find the fastest grid for a model on a cluster; papers beside predictions; schedules, drawn; closed formulas.",
+    "plan": "Find the fastest grid for a model on a cluster; measured steps beside predictions; schedules, drawn; formulas.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
 WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
@@ -63,7 +63,6 @@ EXTRAS = {
     **dict.fromkeys(("torch", "safetensors", "rich", "tomli_w"), "train"),
     "tokenizers": "bpe",
     "matplotlib": "plot",
-    "scipy": "plan",
     "ml_dtypes": "bf16",
     "cupy": "gpu",
 }

@@ -1,4 +1,4 @@
-"""`summa3d plan`: which grid to take; papers beside predictions; schedules, drawn; closed formulas. Starts no MPI."""
+"""`summa3d plan`: which grid to take; measured steps beside predictions; schedules, drawn; closed formulas. Starts no MPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
@@ -22,30 +22,11 @@ from ..parallel.schedule import SCHEDULES, build, split_layers
 from ..parallel.simulate import ScheduleTimeline, in_flight, messages_of, timeline
 
 if TYPE_CHECKING:
-    from ..plan.papers.costs import Isoefficiency, PrintedCost
     from ..plan.programs.search import ProgramPlans
     from ..plan.search.command import Measure
     from ..train.config import Config
 
 FORMULAS = "Parameters, operations, days and bubble of a GPT by the closed formulas of Narayanan et al. 2021."
-SEARCH = (
-    "model",
-    "cluster",
-    "ranks",
-    "batch",
-    "tokens",
-    "price",
-    "set",
-    "fix",
-    "limit",
-    "memory",
-    "program",
-    "rule",
-    "explain",
-    "tries",
-    "write",
-)
-"""Options that a search alone has."""
 MOST_OPS = 2**18
 MOST_COLUMNS = 2**20
 """Of the rows of all ranks."""
@@ -63,11 +44,7 @@ SCHEDULE = "Draw the order of a pipeline's forwards and backwards: a row for eac
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plan` to `parser`."""
-    parser.add_argument(
-        "--paper",
-        metavar="NAME",
-        help="Show a paper's tables beside predictions; or claims, or choices. A wrong name lists all.",
-    )
+    _add_moved(parser, "--paper", "python -m papers NAME")
     parser.add_argument(
         "--rows",
         type=Path,
@@ -75,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Price measured steps of any program from a JSON file: errors, band, null model.",
     )
     parser.add_argument("--json", action="store_true", help="Print JSON in place of the table.")
-    parser.add_argument("--plots", type=Path, metavar="DIR", help="Write a figure of the paper's rows into DIR, as PNG and SVG.")
+    parser.add_argument(
+        "--plots", type=Path, metavar="DIR", help="Write a figure of several counts of ranks into DIR, as PNG and SVG."
+    )
     _add_search(
         parser.add_argument_group(
             "search", "Find the fastest plans of a model on a cluster (--model, --cluster, --ranks, --batch)."
@@ -123,12 +102,20 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
     search.add_argument("--tokens", type=float, metavar="T", help="Tokens to train on, as 300e9: days and GPU-hours.")
     search.add_argument("--price", type=float, metavar="X", help="Price of a GPU-hour: what --tokens cost.")
     search.add_argument(
-        "--set", action="append", default=[], metavar="KEY=2x", help="Another number of the cluster, as network.bandwidth=2x."
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=2x",
+        help="Another number of the cluster, as network.bandwidth=2x; or train.optimizer=muon.",
     )
     search.add_argument("--top", type=int, default=8, metavar="K", help="Show the K fastest plans, and the best of each family.")
     search.add_argument("--fix", action="append", default=[], metavar="KEY=VALUE", help="Only plans with this value, as pp=8.")
     search.add_argument("--limit", action="append", default=[], metavar="KEY<=N", help="Only plans within it, as 'y<=8'.")
-    search.add_argument("--memory", metavar="SIZE", help="Bytes of a rank, as 70GiB. The default is the device's less a reserve.")
+    search.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="Memory of a device, as 40GB or 80GiB, in place of the cluster's; a reserve is kept free.",
+    )
     search.add_argument(
         "--era", default="now", metavar="YEAR", help="now, or 2021: all-reduces, every layer recomputed, no ZeRO."
     )
@@ -161,10 +148,20 @@ def _add_formulas(formulas: argparse.ArgumentParser) -> None:
     formulas.add_argument("--pp", type=int, default=1, metavar="P", help="Ranks of a pipeline: its bubble.")
     formulas.add_argument("--micro-batches", type=int, default=1, metavar="M", help="Micro-batches of a step.")
     formulas.add_argument("--chunks", type=int, default=1, metavar="V", help="Stages of each rank.")
-    formulas.add_argument("--costs", type=int, metavar="P", help="Papers' costs of a layer on P ranks, beside ours.")
-    formulas.add_argument("--isoefficiency", metavar="CLUSTER", help="How work must grow with ranks, beside papers' growth.")
-    formulas.add_argument("--plots", type=Path, metavar="DIR", help="Write figures of words, and of which grid moves least.")
+    for option in ("--costs", "--isoefficiency", "--plots"):
+        _add_moved(formulas, option, f"python -m papers formulas --hidden H {option} …")
     formulas.add_argument("--json", action="store_true", help="Print JSON in place of text.")
+
+
+class MovedOption(argparse.Action):
+    """An option that is no longer here: its use is an error that says what to type."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(f"{self.option_strings[0]} is not of summa3d: in a checkout of its sources, type `{self.const}`")
+
+
+def _add_moved(parser: argparse.ArgumentParser, option: str, now: str) -> None:
+    parser.add_argument(option, action=MovedOption, nargs="?", const=now, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def layers(text: str) -> list[int]:
@@ -191,14 +188,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.rows is not None:
         return show_rows(args)
-    search = [f"--{'try' if name == 'tries' else name}" for name in SEARCH if getattr(args, name) not in (None, [])]
-    if args.paper is not None and search:
-        raise ConfigError(f"--paper prints a paper's own rows; {', '.join(search)} is of a search.")
-    if args.paper is not None:
-        return show_paper(args)
     if args.model is not None:
         return show_plans(args)
-    raise ConfigError("say what to plan: --model and --cluster, --paper NAME, schedule, or formulas; see summa3d help plan.")
+    raise ConfigError("say what to plan: --model and --cluster, --rows FILE, schedule, or formulas; see summa3d help plan.")
 
 
 def show_plans(args: argparse.Namespace) -> int:
@@ -220,9 +212,10 @@ def show_plans(args: argparse.Namespace) -> int:
     from ..launch import trial
     from ..plan import questions
     from ..plan.search.command import run as run_search
-    from ..plan.search.request import request
+    from ..plan.search.request import OPTIMIZER, request
 
-    args.cluster = questions.cluster_with(args.cluster, args.set)
+    args.model += [one for one in args.set if one.startswith(OPTIMIZER)]
+    args.cluster = questions.cluster_with(args.cluster, [one for one in args.set if not one.startswith(OPTIMIZER)])
     counts, config = questions.rank_counts(args.ranks), request(args.model, 1, args.cluster).config
     if args.tries is not None:
         args.cluster = trial.cluster_here(args.cluster, counts[0], say_plan)
@@ -236,7 +229,7 @@ def show_plans(args: argparse.Namespace) -> int:
         return show_scaling(args, counts)
     args.ranks = counts[0]
     if args.plots is not None:
-        raise ConfigError("--plots draws the rows of a paper, or several counts of --ranks; a search of one has none.")
+        raise ConfigError("--plots draws several counts of --ranks; a search of one has none.")
     if args.program is not None:
         return show_program(args)
     return run_search(args, None if args.tries is None else measure_on(args.ranks))
@@ -281,6 +274,7 @@ def say_plan(line: str) -> None:
 def show_scaling(args: argparse.Namespace, counts: list[int]) -> int:
     """Print the fastest plan on each count of ranks, and how efficient it is; returns the exit status."""
     from ..plan import questions
+    from ..plan.search.command import progress
     from ..plan.search.find import find_plans
 
     lacking = [f"--{name}" for name in ("rule", "explain", "write") if getattr(args, name) is not None]
@@ -292,7 +286,8 @@ def show_scaling(args: argparse.Namespace, counts: list[int]) -> int:
             plan = program_plans(args, ranks).best[0]
             return str(plan), plan.seconds
         options = {"fix": args.fix, "limit": args.limit, "memory": args.memory, "era": args.era}
-        plans = find_plans(args.model, args.cluster, ranks, args.batch, top=1, **options)
+        with progress(f"on {ranks} ranks, ") as tell:
+            plans = find_plans(args.model, args.cluster, ranks, args.batch, top=1, tell=tell, **options)
         return str(plans.best), plans.seconds
 
     lines = questions.scaling_json(questions.scaling(counts, best), args.step_tokens, args.tokens, args.price)
@@ -334,9 +329,11 @@ def program_plans(args: argparse.Namespace, ranks: int) -> ProgramPlans:
         raise ConfigError(f"--program plans without {', '.join(given) or '--era'}: those are of the library's own plans.")
     if args.top < 1:
         raise ConfigError(f"--top is {args.top}; it must be at least 1.")
-    model, memory = request(args.model, args.batch, args.cluster).config.model, args.cluster["device.memory"]
+    config, memory = request(args.model, args.batch, args.cluster).config, args.cluster["device.memory"]
+    if config.train.optimizer != "adamw":
+        raise ConfigError(f"--program prices AdamW; train.optimizer={config.train.optimizer} is of the library's own plans.")
     limit = bytes_of(args.memory) if args.memory else memory  # what is kept free is part of a plan's bytes
-    return search(args.program, model, args.cluster, ranks, args.batch, args.fix, limit, args.top)
+    return search(args.program, config.model, args.cluster, ranks, args.batch, args.fix, limit, args.top)
 
 
 def show_rows(args: argparse.Namespace) -> int:
@@ -369,75 +366,12 @@ def show_formulas(args: argparse.Namespace) -> int:
     found = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
     if args.tokens is not None:
         found += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
-    costs, growths = _tables(args)
-    if args.plots is not None:
-        from ..plan.papers import maps
-
-        for file in maps.write(args.hidden, args.batch * args.sequence, args.plots):
-            print(f"written: {file}", file=sys.stderr)
     if args.json:
-        tables = {"costs": [one._asdict() for one in costs], "isoefficiency": [one._asdict() for one in growths]}
-        print(json.dumps({one.name: one.value for one in found} | {name: table for name, table in tables.items() if table}))
+        print(json.dumps({one.name: one.value for one in found}))
         return 0
     width = max(len(one.what) for one in found)
     for one in found:
         print(f"{one.what:<{width}}  {one.value:>10.4g}  {one.source}")
-    for cost in costs:
-        print(f"{cost.source}: {cost.what}: {cost.formula} = {cost.printed:.4g}, ours {cost.ours:.4g}")
-        if cost.erratum:
-            print(f"    erratum: {cost.erratum}")
-    for growth in growths:
-        print(
-            f"work of {growth.name} grows as P^{growth.slope:.2f}; {growth.paper}, P^{growth.paper_slope:.2f} over the same ranks"
-        )
-    return 0
-
-
-def _tables(args: argparse.Namespace) -> tuple[list[PrintedCost], list[Isoefficiency]]:
-    """The tables that `summa3d plan formulas` prints where it is asked to."""
-    from ..cluster import load
-    from ..plan.papers import costs
-
-    if args.costs is not None and round(args.costs ** (1 / 6)) ** 6 != args.costs:
-        raise ConfigError(f"--costs {args.costs} is no sixth power, a square and a cube at once: 64, 729, 4096, … are.")
-    found = [] if args.costs is None else costs.costs(args.costs, args.batch * args.sequence, args.hidden)
-    return found, [] if args.isoefficiency is None else costs.isoefficiency(load(args.isoefficiency))
-
-
-def show_paper(args: argparse.Namespace) -> int:
-    """Print a paper's tables beside predictions, and write its figure; returns the exit status."""
-    import mpi4py
-
-    mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
-    if args.paper in ("claims", "choices"):
-        return show_claims(args)
-    from ..plan.papers.paper import load
-    from ..plan.papers.report import report
-    from ..plan.papers.text import as_text
-
-    paper = load(args.paper)
-    found = report(paper)
-    print(json.dumps(found) if args.json else "\n".join(as_text(paper, found)))
-    if args.plots is not None:
-        from ..plan.papers.figures import write
-
-        for file in write(paper, found, args.plots):
-            print(f"written: {file}", file=sys.stderr)
-    return 0
-
-
-def show_claims(args: argparse.Namespace) -> int:
-    """Print papers' claims, or labs' choices, beside ours; returns the exit status. Raises ConfigError for plots of choices."""
-    from ..plan.papers import choices, claims
-
-    if args.paper == "choices" and args.plots is not None:
-        raise ConfigError("--plots has no figure of choices; --paper claims has one.")
-    module = claims if args.paper == "claims" else choices
-    found = module.report()
-    print(json.dumps(found) if args.json else "\n".join(module.as_text(found)))
-    if args.plots is not None:
-        for file in claims.write(found, args.plots):
-            print(f"written: {file}", file=sys.stderr)
     return 0
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..columns import counted
 from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..files import replace_text, whole
@@ -98,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     from ..sweep.file import load
     from ..sweep.lines import known_in
     from ..sweep.run import Runner, plan_table, planned, status_table, write_jobs
+    from ..train.progress import Pulse
 
     sweep = load(args.file, args.assignments)
     directory = args.dir or FOLDER / sweep.name
@@ -105,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
         command = ["summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args)]
         print("\n".join(write_jobs(sweep, command, directory)))
         return 0
-    points, refused = planned(sweep)
+    points, refused = planned(sweep, Pulse(f"sweep {args.act}").of("checking point"))
     known = known_in(directory, _say)
     if args.act == "plan" and args.json:
         from ..sweep.measure import about
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.act != "run":
         print("\n".join((plan_table if args.act == "plan" else status_table)(sweep, points, known)))
     for one in refused:
-        _say(f"refused: {one.label} on {one.ranks} ranks: {' '.join(str(one.error).split())}")
+        _say(f"refused: {one.label} on {counted(one.ranks, 'rank')}: {' '.join(str(one.error).split())}")
     if refused and not points:
         raise ConfigError(f"{sweep.name} has no points: {len(refused)} refused, with the reasons above.")
     if args.act != "run":

@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import preemption
 from ..errors import ConfigError, DataError, GridError
+from ..figures import FORMATS
 from ..files import whole
 from ..launch.runtime import threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
@@ -40,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        help="Train this configuration: one that is shipped with summa3d (demo), or a TOML file. A run that is resumed has its "
-        "own by default.",
+        help="Train this configuration: one that is shipped with summa3d (demo), a model's (llama-7b), or a TOML file. A run "
+        "that is resumed has its own by default.",
     )
     parser.add_argument(
         "--run",
@@ -62,6 +64,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--start-or-resume", action="store_true", help="Start a run in DIR, or continue the one that is there.")
     parser.add_argument("--overwrite", action="store_true", help="Delete the checkpoints in DIR and start again.")
+    _add_dry_run(parser)
+    parser.add_argument(
+        "--tensorboard",
+        action="store_true",
+        help="Write the metrics as TensorBoard's events too, to tensorboard/ in DIR. It needs the package tensorboard.",
+    )
+    add_trace_arguments(parser, "some steps")
+    parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="Trace the steps A to B. The default is 3:5.")
+    parser.add_argument("--json", action="store_true", help="Print the summary as one JSON line.")
+
+
+def _add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a dry run."""
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -78,13 +93,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "ranks on one node.",
     )
     parser.add_argument(
-        "--tensorboard",
-        action="store_true",
-        help="Write the metrics as TensorBoard's events too, to tensorboard/ in DIR. It needs the package tensorboard.",
+        "--grids",
+        metavar="all|GRID;GRID…",
+        help="Compare grids in --dry-run, a row each by predicted seconds: all of --ranks, or 'x=2,z=4;dp=8;scheme=oned,y=8'.",
     )
-    add_trace_arguments(parser, "some steps")
-    parser.add_argument("--trace-steps", type=_steps, metavar="A:B", help="Trace the steps A to B. The default is 3:5.")
-    parser.add_argument("--json", action="store_true", help="Print the summary as one JSON line.")
+    parser.add_argument(
+        "--cluster", metavar="NAME|FILE", help="Predict the seconds of --grids on this cluster. The default is this machine."
+    )
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="Say in --dry-run whether it fits a device of this memory, as 40GB, less a reserve."
+    )
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="With --dry-run, draw words against bytes of a rank on every grid of as many ranks into this file, in the format of "
+        f"its ending ({', '.join(FORMATS)}).",
+    )
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -103,8 +128,17 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"{resumes} continues from checkpoints that --overwrite deletes. Give one of them.")
     if args.config is None and not (resumes and args.run):
         raise ConfigError("Name a configuration: `summa3d train demo`, or a TOML file. Only --resume --run DIR goes without.")
+    for option in ("grids", "cluster", "memory"):
+        if getattr(args, option) is not None and not args.dry_run:
+            raise ConfigError(f"--{option} is for --dry-run, which trains nothing.")
+    if args.cluster is not None and args.grids is None:
+        raise ConfigError("--cluster predicts the seconds of --grids. Give both.")
     if args.ranks is not None and not args.dry_run:
         raise ConfigError("--ranks is for --dry-run. A run trains on the ranks that were started: summa3d launch -n N train …")
+    if args.plot is not None and not args.dry_run:
+        raise ConfigError("--plot draws what --dry-run reports of every grid. A run's losses are drawn by `summa3d plot`.")
+    if args.plot is not None and args.plot.suffix[1:] not in FORMATS:
+        raise ConfigError(f"--plot {args.plot} names no format; end it in one of .{', .'.join(FORMATS)}.")
     if args.dry_run and args.trace:
         raise ConfigError("--dry-run takes no steps, and so --trace has none to write. Give one of them.")
     if args.trace_steps and not args.trace:
@@ -125,6 +159,15 @@ def check_run(folder: Path) -> None:
     more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
     listed = f"Runs in {beside}: {', '.join(found[:MOST_LISTED])}{more}." if found else f"There are no runs in {beside}."
     raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
+
+
+def default_folder(config: str) -> Path:
+    """The run folder of a configuration, without --run.
+
+    >>> default_folder("gpt3-1.3b").as_posix(), default_folder("own/books.toml").as_posix()
+    ('runs/gpt3-1.3b', 'runs/books')
+    """
+    return Path("runs") / Path(config).name.removesuffix(".toml")
 
 
 def check_folder(folder: Path, used: bool) -> None:
@@ -161,11 +204,13 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         preemption.stop_listening()  # there is nothing to save
     _check_arguments(args)
-    folder = args.run or Path("runs") / Path(args.config).stem
+    folder = args.run or default_folder(args.config)
     resumes = _continues(args, folder)
     ranks = MPI.COMM_WORLD.size if args.ranks is None else args.ranks
     configuration.at_least("--ranks", ranks, 1)
     assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
+    if args.grids is not None:
+        return _compare_grids(args, args.config or str(folder / "config.toml"))
     if not args.dry_run:  # what is soon seen to be wrong, before a grid is chosen
         data = configuration.load(args.config or str(folder / "config.toml"), assignments).data
         on_root(MPI.COMM_WORLD, lambda: corpus.check(data), DataError)
@@ -176,7 +221,7 @@ def run(args: argparse.Namespace) -> int:
     if resumes or args.ranks is not None or MPI.COMM_WORLD.size > 1:  # a dry run on one process is of any grid
         _check_ranks(config, ranks, resumes)
     if args.dry_run:
-        return _dry_run(config, args.ranks_per_node, args.json)
+        return _dry_run(config, args)
     from ..train.loop import TraceWindow, finished, train
 
     ended = finished(config, MPI.COMM_WORLD, folder) if resumes else None
@@ -285,15 +330,72 @@ def _line_for(config: Config, ranks: int) -> str:
     return " ".join(f"--set grid.{axis}={size}" for axis, size in given.items())
 
 
-def _dry_run(config: Config, ranks_per_node: int | None, as_json: bool) -> int:
+def _dry_run(config: Config, args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
+    from ..plan.search.memory import fitting
+    from ..plan.search.request import bytes_of
     from ..train.dry_run import dry_run
+    from ..train.progress import Pulse
 
-    found = dry_run(config, ranks_per_node=ranks_per_node)
-    if MPI.COMM_WORLD.rank == 0:
-        print(json.dumps(found.as_json()) if as_json else found, flush=True)
+    memory = None if args.memory is None else bytes_of(args.memory)
+    tell = Pulse("train", MPI.COMM_WORLD.rank == 0).of("tracing program")
+    found = dry_run(config, ranks_per_node=args.ranks_per_node, tell=tell)
+    fit = None if memory is None else fitting(found.need, memory)
+    if MPI.COMM_WORLD.rank == 0 and args.json:
+        print(json.dumps(found.as_json() | ({} if fit is None else {"memory": fit._asdict()})), flush=True)
+    elif MPI.COMM_WORLD.rank == 0:
+        print(found, *([] if fit is None else ["", fit]), sep="\n", flush=True)
+    if MPI.COMM_WORLD.rank == 0 and args.plot is not None:
+        _draw_grids(config, args)
     return 0
+
+
+def _compare_grids(args: argparse.Namespace, source: str) -> int:
+    """Print a table of grids on rank 0; returns the exit status. Raises ConfigError for what names no grids."""
+
+    from mpi4py import MPI
+
+    from ..cluster import load
+    from ..comm.device.select import requested_device
+    from ..launch.runtime import usable_cores
+    from ..plan.grids import ALL, asked_grids, compare
+    from ..plan.pick import cluster_for
+    from ..plan.search.request import bytes_of
+    from ..train import config as configuration
+    from ..train import toml
+    from ..train.progress import Pulse
+
+    table = configuration.read_table(source)
+    toml.override(configuration.Config, table, args.assignments)
+    config, ranks = configuration.from_table(table), args.ranks
+    if args.grids == ALL and ranks is None:
+        raise ConfigError("--grids all compares the grids of so many ranks: give --ranks N.")
+    asked = asked_grids(args.grids, config, ranks or 1, "scheme" not in table)
+    ranks = ranks or prod(asked[0][1].values())
+    node = args.ranks_per_node or ranks
+    memory = None if args.memory is None else bytes_of(args.memory)
+    here = None if args.cluster is not None else cluster_for(requested_device(config.device), ranks, node, usable_cores())
+    cluster = here if args.cluster is None else load(args.cluster)
+    if MPI.COMM_WORLD.rank == 0:
+        found = compare(config, asked, ranks, node, cluster, memory, Pulse("train").of("grid"))
+        print(json.dumps(found.as_json()) if args.json else found.table().text(), flush=True)
+    return 0
+
+
+def _draw_grids(config: Config, args: argparse.Namespace) -> None:
+    """Draw the plot of --plot. Raises DataError where it cannot be written, or matplotlib is not installed."""
+    from ..plan.grid_points import grid_points, write_points
+
+    points = list(grid_points(config, args.ranks_per_node))
+    title = f"{config.scheme}, {prod(config.grid.axes.values())} ranks, {config.dtype}, recompute {config.recompute}"
+    try:
+        write_points(points, title, args.plot)
+    except ImportError as error:
+        raise DataError(f"a plot needs matplotlib ({error}): pip install 'summa3d[plot]'.") from None
+    except OSError as error:
+        raise DataError(f"{args.plot} cannot be written: {error}") from None
+    print(f"written: {args.plot}", file=sys.stderr)
 
 
 def report(summary: dict[str, Any]) -> str:

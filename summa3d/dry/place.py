@@ -233,6 +233,9 @@ class DryLedger(Ledger):
         self._begun()
         yield
 
-    def product(self, a: Array, b: Array, form: str, out: Array) -> Any:
-        """Report a local product, and suppress the recording of torch's operations in it."""
+    def product(self, a: Array, b: Array, form: str, out: Array, made: int | None = None) -> Any:
+        """Report a local product, or `made` elements of it, and suppress the recording of torch's operations in it."""
+        if made is not None:
+            part = slice(made // len(out))
+            b = b[:, part] if form[1] == "n" else b[part]
         return self._multiplied(a, b, form, out)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -23,19 +23,25 @@ def classes(setting: Setting) -> dict[int, int]:
     return {ranks[0]: len(ranks) for ranks in _classes(setting, Training()).values()}
 
 
-def steps(setting: Setting, training: Training) -> Iterator[tuple[int, int, DryStep]]:
+def steps(
+    setting: Setting, training: Training, tell: Callable[[int, int], None] = lambda done, total: None
+) -> Iterator[tuple[int, int, DryStep]]:
     """The first rank of each class, the number of its ranks, and its step.
 
     Ranks that differ in the order of their program alone are traced once; what replicas share is traced for each part of it, and
-    so is the end of a step where ranks differ by it (`Training.shares`).
+    so is the end of a step where ranks differ by it (`Training.shares`). `tell` is given how many are traced, of how many.
     Raises LayoutError, GridError and ConfigError where the run itself would.
     """
     whole: dict[object, Rank] = {}
     traced: dict[object, Rank] = {}
     programs: dict[int, list[OpKey]] = {}
-    for (stage, inner, shares), ranks in _classes(setting, training).items():
-        kind = tuple(kinds_of(stage, setting.stages)), inner
+    found = _classes(setting, training)
+    kinds = {key: (tuple(kinds_of(key[0], setting.stages)), key[1]) for key in found}
+    every = len({(kind, key[2]) for key, kind in kinds.items()})
+    for key, ranks in found.items():
+        (stage, _, shares), kind = key, kinds[key]
         if (kind, shares) not in traced:
+            tell(len(traced), every)
             traced[kind, shares] = Rank.traced(replace(setting, rank=ranks[0]), training, whole.get(kind))
             if setting.zero < 2:  # else forwards and backwards use what replicas share
                 whole.setdefault(kind, traced[kind, shares])

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .results import result_of
+
 Before = Callable[[str, tuple[Any, ...]], None]
 WorkCallback = Callable[[str, list[Tensor], list[Tensor]], None]
 MAKERS = ("empty", "new_empty", "empty_strided", "new_empty_strided", "empty_like")
@@ -57,9 +59,11 @@ class Storages(TorchDispatchMode):
         if name in IN_PLACE and args[0].is_meta:
             result = args[0]
         elif name == "linalg_vector_norm" and args[0].is_meta and len(args) < 3:  # torch's own takes a millisecond
-            result = args[0].new_empty((), dtype=kwargs.get("dtype"))
+            result = torch.empty((), dtype=kwargs.get("dtype") or args[0].dtype, device="meta")
         else:
-            result = func(*args, **kwargs)
+            result = result_of(name, args, kwargs)
+            if result is None:
+                result = func(*args, **kwargs)
         made = [one for one in _tensors(result) if self._track(one, (*args, *kwargs.values()))]
         if self.converts and name in CONVERTING:
             dtype = kwargs.get("dtype")

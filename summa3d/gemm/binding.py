@@ -12,6 +12,7 @@ from ..layout.cyclic import Ownership, ownership
 from ..layout.redistribute import check_common
 from .algorithms.checks import check_dtype
 from .any_layout.executor import AnyProduct
+from .any_layout.plan import AnyPlan
 from .any_layout.planned import plan_any
 from .describe import summary
 from .distributed import Distributed
@@ -34,7 +35,7 @@ class Binding(NamedTuple):
     b_transposed: bool
     executor: int
     c_layout: Ownership
-    c_shape: tuple[int, int]
+    c_shape: tuple[int, ...]
     product: AnyProduct | None = None
 
 
@@ -61,12 +62,12 @@ def kept_binding(
         return None
     kept: dict[Any, Binding] | None = a.grid.job.kept[a.grid].get(Binding)
     try:
-        return None if kept is None else kept.get(_key(a, b, form, algorithm, options, out_layout, objective))
+        return None if kept is None else kept.get(key_of(a, b, form, algorithm, options, out_layout, objective))
     except (AttributeError, TypeError):  # a block that is none, or an option without a hash
         return None
 
 
-def _key(
+def key_of(
     a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any], out_layout: Any, objective: str
 ) -> tuple[Any, ...]:
     """What products of one binding have in common."""
@@ -80,7 +81,7 @@ def binding_of(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed 
     """The binding of a product, kept with A's grid; the ranks agree on a new one. Raises what `matmul` raises for layouts."""
     grid = a.grid
     kept: dict[Any, Binding] = grid.job.kept[grid].setdefault(Binding, {})
-    key = _key(a, b, *wanted)
+    key = key_of(a, b, *wanted)
     if out is not None or b.grid is not grid:
         key = (*key, b.grid, None if out is None else (out.layout, out.grid))
     try:
@@ -92,17 +93,22 @@ def binding_of(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed 
         ) from error
     if bound is None or grid.job.check:
         bound = _new_binding(a, b, wanted, out)
-        if len(kept) >= KEPT_BINDINGS:
-            kept.clear()
-        kept[key] = bound
+        keep(kept, key, bound)
     return bound
+
+
+def keep(kept: dict[Any, Binding], key: object, bound: Binding) -> None:
+    """Keep a binding; of too many none but the last."""
+    if len(kept) >= KEPT_BINDINGS:
+        kept.clear()
+    kept[key] = bound
 
 
 def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None) -> Binding:
     """The binding of an algorithm whose layouts the operands have, if C has the output layout; else of any layouts."""
     if wanted.algorithm == ANY and wanted.options:
         raise ConfigError(f"Products of any layouts have no options; leave {', '.join(wanted.options)} out.")
-    target = _target(a, wanted, out)
+    target = target_of(a, wanted, out)
     grid, found = a.grid, None
     if wanted.algorithm != ANY and b.grid is grid:
         take = matching if wanted.takes_any else product_of
@@ -115,12 +121,12 @@ def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distribute
         if fits or not wanted.takes_any:
             number = executors_of(grid).number_of(plan, a.block) if grid.inside else 0
             if grid.inside:
-                agree_on_call(grid, "matmul", _facts(a, b, wanted, None if wanted.out_layout is None else target, [grid]))
+                agree_on_call(grid, "matmul", facts_of(a, b, wanted, None if wanted.out_layout is None else target, [grid]))
             return Binding(a_transposed, b_transposed, number, plan.c_layout, plan.c_shape)
     return _any_binding(a, b, wanted, target, a.grid if out is None else out.grid)
 
 
-def _target(a: Distributed, wanted: Wanted, out: Distributed | None) -> Ownership | None:
+def target_of(a: Distributed, wanted: Wanted, out: Distributed | None) -> Ownership | None:
     """The output layout of C; None where nothing is said. Raises LayoutError where `out` lies elsewhere than out_layout says."""
     target = None if wanted.out_layout is None else ownership(wanted.out_layout)
     if out is None:
@@ -143,22 +149,29 @@ def _any_binding(a: Distributed, b: Distributed, wanted: Wanted, target: Ownersh
         left.layout, right.layout, *extents, grid, target, letters, dtype, wanted.objective, b.grid, out_grid if target else None
     )
     grids = list(dict.fromkeys([grid, b.grid, out_grid]))
-    here = grid.inside or len(grids) > 1
-    if here:
-        facts = {**_facts(a, b, wanted, target, grids), "plan": repr(plan)}
-        agree_on_call(grid, "matmul", facts, grid.ranked if len(grids) == 1 else grid.everyone)
-    product = AnyProduct(plan, grids) if here else None
+    product = agreed_product("matmul", plan, facts_of(a, b, wanted, target, grids), grids)
     return Binding(left.transposed, right.transposed, 0, plan.c.layout, plan.c.shape, product)
 
 
-def _facts(a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, grids: Sequence[BaseGrid]) -> dict[str, Any]:
+def agreed_product(name: str, plan: AnyPlan, facts: dict[str, Any], grids: Sequence[BaseGrid]) -> AnyProduct | None:
+    """What executes a plan, once its ranks agree on it and the facts of the call `name`; None on a rank outside its one grid."""
+    grid = grids[0]
+    if not grid.inside and len(grids) == 1:
+        return None
+    agree_on_call(grid, name, {**facts, "plan": repr(plan)}, grid.ranked if len(grids) == 1 else grid.everyone)
+    return AnyProduct(plan, grids)
+
+
+def facts_of(
+    a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, grids: Sequence[BaseGrid]
+) -> dict[str, Any]:
     """What the ranks compare of a product."""
     asked = {"form": wanted.form, "algorithm": wanted.algorithm, "options": str(wanted.options)}
     goal = {"out_layout": None if target is None else str(target), "objective": wanted.objective, "grids": len(grids)}
-    return {"a": _operand(a), "b": _operand(b), **asked, **goal}
+    return {"a": operand_text(a), "b": operand_text(b), **asked, **goal}
 
 
-def _operand(matrix: Distributed) -> str:
+def operand_text(tensor: Distributed) -> str:
     """What all ranks know alike of an operand."""
-    rows, columns = matrix.shape
-    return f"{rows}×{columns} {dtype_name(matrix.block)} in {matrix.layout}{', transposed' if matrix.is_transposed else ''}"
+    size = "×".join(map(str, tensor.shape))
+    return f"{size} {dtype_name(tensor.block)} in {tensor.layout}{', transposed' if tensor.is_transposed else ''}"

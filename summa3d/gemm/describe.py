@@ -1,4 +1,4 @@
-"""A text picture of which ranks hold which block of a distributed matrix."""
+"""A text of a distributed tensor, and of a matrix a picture of which ranks hold which block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ RUNS = 3
 """Ranges of a block-cyclic dim that are shown."""
 
 
-def summary(matrix: Distributed) -> str:
-    """One line on the matrix and on this rank's part of it."""
-    rows, columns = matrix.layout.runs(matrix.shape, matrix.grid.shape, matrix.grid.coordinates)
-    size = f"{matrix.shape[0]}×{matrix.shape[1]} {dtype_name(matrix.block)}"
-    here = f"rows {ranges(rows)}, columns {ranges(columns)} here" if matrix.grid.inside else "nothing here"
-    return f"DistMatrix({size}, {matrix.layout} on {matrix.grid}, {here})"
+def summary(tensor: Distributed) -> str:
+    """One line on the tensor and on this rank's part of it."""
+    held = [ranges(runs) for runs in tensor.layout.runs(tensor.shape, tensor.grid.shape, tensor.grid.coordinates)]
+    size = f"{'×'.join(map(str, tensor.shape))} {dtype_name(tensor.block)}"
+    own = f"rows {held[0]}, columns {held[1]}" if tensor.DIMS == 2 else f"[{', '.join(held)}]"
+    here = f"{own} here" if tensor.grid.inside else "nothing here"
+    return f"{type(tensor).__name__}({size}, {tensor.layout} on {tensor.grid}, {here})"
 
 
 def ranges(runs: tuple[slice, ...]) -> str:

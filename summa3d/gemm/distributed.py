@@ -1,11 +1,11 @@
-"""The data of a distributed matrix, without algebra: block, layout, grid and global shape."""
+"""The data of a distributed tensor, without algebra: block, layout, grid and global shape."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, TypeVar
 
-from ..comm.device.arrays import Array, array_problem, kind_of
+from ..comm.device.arrays import Array, array_problem, kind_of, permuted
 from ..comm.grid import BaseGrid
 from ..errors import LayoutError, ShapeError
 from ..layout.cyclic import ownership
@@ -15,50 +15,88 @@ from .algorithms.checks import is_whole
 Matrix = TypeVar("Matrix", bound="Distributed")
 
 
+class Shown(NamedTuple):
+    """A matrix that another one shows, its block and the other's `own` when that was made, and how it is shown."""
+
+    matrix: Distributed
+    block: Array
+    own: Array | None
+    transposed: bool
+    conjugated: bool
+
+
 @dataclass(eq=False, repr=False)
 class Distributed:
-    """`block` is this rank's part of the global matrix of `shape`, as `layout` says. Raises ShapeError for another block."""
+    """`block` is this rank's part of the global tensor of `shape`, as `layout` says. Raises ShapeError for another block."""
 
     block: Array
     layout: Ownership
     grid: BaseGrid
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     is_transposed: bool = False
-    """Whether this is known to be the .T of a matrix with C-ordered blocks; the same on all ranks."""
+    """Whether this is known to be the .T of a tensor with C-ordered blocks; the same on all ranks."""
+    view_of: Shown | None = field(default=None, init=False)
+    """Of a transpose or a conjugate: the tensor whose elements it shows; the same on all ranks."""
+    DIMS: ClassVar[int | None] = None
+    """The dims that such a tensor has; None, any number."""
 
     def __post_init__(self) -> None:
-        check_sizes(self.shape)
+        check_sizes(self.shape, self.DIMS)
         self.layout = ownership(self.layout)
-        self.shape = (self.shape[0], self.shape[1])
+        self.shape = tuple(self.shape)
         self.check_block()
 
     def check_block(self) -> None:
         """Raise ShapeError where the block is no array, or not of the shape that the layout gives here."""
         problem = array_problem(self.block, has_memory=False)
         if problem is not None:
-            raise ShapeError(f"A block of a matrix: {problem}.")
+            raise ShapeError(f"A block of a tensor: {problem}.")
         expected = self.layout.local_shape(self.shape, self.grid.shape, self.grid.coordinates)
         if tuple(self.block.shape) != expected:
             here = tuple(self.block.shape)
-            raise ShapeError(f"{self.layout} of a {self.shape} matrix on {self.grid} gives blocks {expected} here, not {here}.")
+            raise ShapeError(f"{self.layout} of {self.shape} on {self.grid} gives blocks {expected} here, not {here}.")
 
     def with_block(
-        self: Matrix, block: Array, layout: Ownership, shape: tuple[int, int] | None = None, is_transposed: bool = False
+        self: Matrix, block: Array, layout: Ownership, shape: tuple[int, ...] | None = None, is_transposed: bool = False
     ) -> Matrix:
-        """A matrix on the same grid of a block that is known to fit `layout` and `shape`; by default this one's shape."""
+        """A tensor on the same grid of a block that is known to fit `layout` and `shape`; by default this one's shape."""
         made = object.__new__(type(self))
         made.block, made.layout, made.grid = block, layout, self.grid
         made.shape, made.is_transposed = self.shape if shape is None else shape, is_transposed
+        made.view_of = None
+        return made
+
+    def view(self: Matrix, block: Array, transposes: bool) -> Matrix:
+        """A matrix of a view of this one's block, of whose transpose where it `transposes`; it is known to be one with this."""
+        layout, shape = (self.layout.transposed(), self.shape[::-1]) if transposes else (self.layout, self.shape)
+        made, seen = self.with_block(block, layout, shape, self.is_transposed != transposes), self.shown
+        made.view_of = seen._replace(own=block, transposed=seen.transposed != transposes)
         return made
 
     @property
+    def shown(self) -> Shown:
+        """The matrix whose elements this one shows: itself, where a program has replaced either block since."""
+        seen = self.view_of
+        if seen is None or seen.own is not self.block or seen.matrix.block is not seen.block:
+            return Shown(self, self.block, self.block, False, False)
+        return seen
+
+    @property
     def T(self: Matrix) -> Matrix:
-        """The transpose: the same memory seen the other way round. Moves and copies nothing."""
-        return self.with_block(self.block.T, self.layout.transposed(), (self.shape[1], self.shape[0]), not self.is_transposed)
+        """The transpose, dims in reverse order: the same memory seen the other way round. Moves and copies nothing."""
+        dims = tuple(range(len(self.shape)))[::-1]
+        return self.view(self.block.T if len(dims) == 2 else permuted(self.block, dims), True)
+
+
+def resolved(matrix: Matrix) -> Matrix:
+    """The matrix; of a conjugate, one whose block is a copy of it."""
+    if not isinstance(matrix, Distributed) or matrix.view_of is None or not matrix.view_of.conjugated:
+        return matrix
+    return matrix.with_block(matrix.block, matrix.layout, matrix.shape, matrix.is_transposed)
 
 
 def check_kind(a: Distributed, b: Distributed, what: str, one_grid: bool = True) -> None:
-    """Raise LayoutError or ShapeError unless both matrices live on one grid and are of one dtype, of one library.
+    """Raise LayoutError or ShapeError unless both tensors live on one grid and are of one dtype, of one library.
 
     one_grid : False, they may live on two grids.
     """
@@ -72,7 +110,8 @@ def check_kind(a: Distributed, b: Distributed, what: str, one_grid: bool = True)
         raise ShapeError(f"{what}: A is made of arrays of {kind_of(a.block)} and B of {kind_of(b.block)}; both must be of one.")
 
 
-def check_sizes(shape: tuple[int, int]) -> None:
-    """Raise ShapeError unless `shape` is two whole numbers of at least 0."""
-    if len(shape) != 2 or any(not is_whole(size) or size < 0 for size in shape):
-        raise ShapeError(f"A matrix cannot have the shape {tuple(shape)}; it takes two whole numbers of at least 0.")
+def check_sizes(shape: tuple[int, ...], dims: int | None = None) -> None:
+    """Raise ShapeError unless `shape` is whole numbers of at least 0: one or more, or as many as `dims`."""
+    if len(shape) != (dims or max(1, len(shape))) or any(not is_whole(size) or size < 0 for size in shape):
+        takes = "whole numbers of at least 0, one a dim" if dims is None else f"{dims} whole numbers of at least 0"
+        raise ShapeError(f"A {'tensor' if dims is None else 'matrix'} cannot have the shape {tuple(shape)}; it takes {takes}.")

@@ -15,8 +15,9 @@ from .any_layout.executor import AnyProduct
 from .any_layout.planned import check_objective
 from .binding import Binding, Wanted, binding_of, kept_binding
 from .describe import summary
-from .distributed import Distributed, Matrix, check_kind
+from .distributed import Distributed, Matrix, check_kind, resolved
 from .executors import executors_of
+from .one_matrix import product_of_one
 from .recognise import sizes
 
 
@@ -42,27 +43,32 @@ def matmul(
     form : nn, nt, tn or tt: op is none (n) or the transpose (t); with c, where the algorithm has it, the conjugate transpose
     algorithm : a name from `registry.ALGORITHMS`, whose layouts the operands must have, or `any`; None takes the first whose
         layouts these are, the cuboid before all, and where there is none `any`
-    out : C, overwritten in place; needed for β ≠ 0. Its blocks can be written and lie apart from those of a and b, on which the
-        ranks agree first, by one message round of a byte
+    out : C, overwritten in place; needed for β ≠ 0. The ranks agree first, by a byte, that it can be written and lies apart
     out_layout : the output layout of C, on A's grid; None, where the algorithm leaves it, and with `any` where it falls cheapest
     objective : of `any`: fewest predicted "seconds", or "words"
     options : of the algorithm, such as panel=256 for summa
 
-    Returns C in the plan's layout. The cuboid's is m:(x,z) n:y, so that products chain: C has the layout of an A whose y and z
-    change places; it moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean). `any` gives each axis to m, n, k or none,
-    brings A and B there, and sums C: `plan_any` says which words each rank receives.
+    Returns C in the plan's layout, on a rank outside the grid without elements. The cuboid's is m:(x,z) n:y, so that products
+    chain, and it moves [(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ) words per rank (mean); `plan_any` has those of `any`, which each rank
+    receives, and `plan_syrk` those where both operands are one matrix: without `algorithm` that is `syrk`, with C where it was.
     The grid keeps the executor and its workspace for products alike, up to `executors.KEPT_BYTES`, until `grid.free()`.
-    On a rank outside the grid C has no elements, and nothing is done.
     Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
     ConfigError (an unknown algorithm or objective, out_layout with an algorithm that fixes C's) on every rank alike, before any
-    communication. The first product of a kind on a grid raises AgreementError on all ranks where they call it differently; with
-    `check` each product does.
+    communication; AgreementError on all ranks where the first product of a kind, with `check` each, is called differently.
     """
+    try:
+        is_related = a.view_of is not None or b.view_of is not None or a is b
+    except AttributeError:  # no matrices
+        is_related = False
+    if is_related:
+        if algorithm is None and not options:
+            found = product_of_one(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
+            if found is not None:
+                return found
+        a, b = resolved(a), resolved(b)
     bound = kept_binding(a, b, form, algorithm, options, out_layout, objective) if out is None else None
-    if bound is None:
-        bound = _checked(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
-    grid, left, right = a.grid, a.block, b.block
-    left, right = left.T if bound.a_transposed else left, right.T if bound.b_transposed else right
+    bound = bound or _checked(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
+    grid, left, right = a.grid, a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
     if bound.product is not None:
         block = _any_product(bound.product, left, right, out, alpha, beta)
     elif grid.inside:
@@ -103,7 +109,7 @@ def _checked(a: Any, b: Any, wanted: Wanted, alpha: complex, beta: complex, out:
     except AgreementError:
         raise
     except Summa3dError as refusal:
-        _tell(refusal, a, b)
+        tell("matmul", refusal, a, b)
         raise
     if a.grid.job.check and a.grid.inside:
         agree_on_call(a.grid, "matmul", {"alpha": repr(alpha), "beta": repr(beta), "out": out is not None})
@@ -115,10 +121,14 @@ def _check_operands(a: Any, b: Any, out: Any) -> None:
         if not isinstance(operand, Distributed) and not (name == "out" and operand is None):
             kind = type(operand).__name__
             raise ShapeError(f"{name} is a {kind}; matmul takes DistMatrix. DistMatrix.from_global makes one of an array.")
+        if operand is not None and len(operand.shape) != 2:
+            raise ShapeError(f"{name} has the shape {operand.shape}; matmul takes matrices. einsum takes tensors of any dims.")
 
 
 def _check_out(out: Distributed, a: Distributed, b: Distributed, form: str) -> None:
     """Raise an error unless `out` has the product's shape, and is neither operand: alike on every rank."""
+    if out.shown.conjugated:
+        raise ShapeError("out is the conjugate of a matrix, which shows that matrix's elements and cannot be written.")
     if out.block is a.block or out.block is b.block:
         raise ShapeError(
             f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
@@ -128,7 +138,7 @@ def _check_out(out: Distributed, a: Distributed, b: Distributed, form: str) -> N
         raise LayoutError(f"out is {summary(out)}; the product is {m}×{n}.")
 
 
-def _tell(refusal: Summa3dError, a: object, b: object) -> None:
+def tell(name: str, refusal: Summa3dError, a: object, b: object) -> None:
     """Let the other ranks that may be in this product hear that this one refuses it: of two grids, all of their communicator."""
     grids = [one.grid for one in (a, b) if isinstance(one, Distributed)]
     if not grids:
@@ -139,4 +149,4 @@ def _tell(refusal: Summa3dError, a: object, b: object) -> None:
             check_common(*grids)
             axis = grids[0].everyone
     if grids[0].inside or axis is not None:
-        agree_on_call(grids[0], "matmul", {}, axis, str(refusal))
+        agree_on_call(grids[0], name, {}, axis, str(refusal))

@@ -2,90 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ..comm.convert import converted
-from ..comm.device.arrays import Array, array_problem, cast, copy_into, dtype_name, empty, is_half, numpy_dtype, quiet
+from ..comm.device.arrays import Array, dtype_name, numpy_dtype
 from ..comm.grid import BaseGrid
-from ..errors import ConfigError, LayoutError, ShapeError
+from ..errors import ShapeError
 from ..layout.cyclic import BlockCyclic, Ownership, ownership
-from ..layout.distribute import collect
-from ..layout.layout import Layout
-from ..layout.redistribute import indices, redistribute, taken
-from . import describe, files, norms
-from .distributed import Distributed, check_kind, check_sizes
+from . import describe
+from .distributed import Shown, check_sizes
+from .elements import reductions, slices
+from .elements.drawn import drawn
+from .elements.elementwise import refused_operand
+from .files import hdf5, npy, raw
+from .local.triangle import conjugate
 from .matmul import matmul
+from .tensor import DistTensor
 
 
-class DistMatrix(Distributed):
+class DistMatrix(DistTensor):
     """A matrix split over a grid: `block` is this rank's part of the global matrix of `shape`, as `layout` says.
 
     `layout` is a Layout, or a BlockCyclic as ScaLAPACK has it; methods take their text too (``m:x k:y``).
-    A block may have any memory order: `.T` is a view. Products take two matrices in any layouts (`matmul`); sums want both in one
-    layout on one grid, and raise LayoutError or ShapeError on every rank alike, before anything moves, where they are not;
-    `redistribute` brings them there.
-    On a rank outside the grid the block has no elements: redistribution, products, scaling, sums and files are called there
-    too; norms and `to_global` belong to the grid's ranks.
+    A block may have any memory order: `.T` is a view. Products take two matrices in any layouts (`matmul`), and so does the
+    arithmetic of elements (`Elementwise`): ``A + B`` brings B to A's layout where it lies elsewhere.
+    On a rank outside the grid the block has no elements: redistribution, products, arithmetic, sums over a dim and files are
+    called there too; norms, numbers (`sum()`, `trace()`, …), `diagonal` and `to_global` belong to the grid's ranks.
     """
 
-    __array_ufunc__ = None  # so that numpy's scalars leave 2 * matrix to the matrix
+    DIMS = 2
+    shape: tuple[int, int]
 
     # -- from and to ------------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_global(cls, whole: Array, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
-        """The part that this rank holds of a matrix that every rank holds; a copy. Moves nothing."""
-        layout, problem = ownership(layout), array_problem(whole)
-        if problem is not None or len(whole.shape) != 2:
-            raise ShapeError(
-                f"from_global takes a matrix that every rank holds: {problem or f'its shape is {tuple(whole.shape)}'}."
-            )
-        runs = layout.runs(tuple(whole.shape), grid.shape, grid.coordinates)
-        part = taken(whole, runs)
-        return cls(copy_into(empty(part.shape, part), part), layout, grid, (whole.shape[0], whole.shape[1]))
+    def zeros(
+        cls, shape: tuple[int, int], grid: BaseGrid, layout: Ownership | str, dtype: np.typing.DTypeLike = np.float64
+    ) -> DistMatrix:
+        """A matrix of zeros, as `from_function`. Moves nothing."""
+        return cls.from_function(lambda rows, columns: 0, shape, grid, layout, dtype)
 
     @classmethod
-    def from_function(
+    def ones(
+        cls, shape: tuple[int, int], grid: BaseGrid, layout: Ownership | str, dtype: np.typing.DTypeLike = np.float64
+    ) -> DistMatrix:
+        """A matrix of ones, as `from_function`. Moves nothing."""
+        return cls.from_function(lambda rows, columns: 1, shape, grid, layout, dtype)
+
+    @classmethod
+    def eye(
+        cls, shape: tuple[int, int], grid: BaseGrid, layout: Ownership | str, dtype: np.typing.DTypeLike = np.float64
+    ) -> DistMatrix:
+        """A matrix with ones on its diagonal, as `from_function`. Moves nothing."""
+        return cls.from_function(np.equal, shape, grid, layout, dtype)
+
+    @classmethod
+    def random(
         cls,
-        function: Callable[[np.ndarray, np.ndarray], Any],
         shape: tuple[int, int],
         grid: BaseGrid,
         layout: Ownership | str,
         dtype: np.typing.DTypeLike = np.float64,
-        shared: None = None,
+        seed: int = 0,
+        normal: bool = False,
     ) -> DistMatrix:
-        """A matrix given by its global indices, each rank computing its own block. Moves nothing.
+        """A random matrix, the same in all layouts: uniform in [0, 1), or normal of mean 0 and deviation 1. Moves nothing.
 
-        `function` is called once with the block's global row indices [r, 1] and column indices [1, c] and returns [r, c].
-        `dtype` is one of numpy's, or the name bfloat16 where ml_dtypes is installed. `shared` is retired; giving it raises
-        ConfigError, which names its successor.
+        Element (i, j) is a function of the seed, i, j and the number of columns (Philox4x64-10). A rank draws its own block.
+        Raises ShapeError for a dtype without fractions.
         """
-        if shared is not None:
-            raise ConfigError(
-                f"from_function no longer takes shared={shared}: a grid uses the memory of a node by itself. "
-                "Leave shared out; Grid(comm, axes, node_memory=True) always uses the node's memory, node_memory=False never."
-            )
         check_sizes(shape)
         layout = ownership(layout)
-        dtype = numpy_dtype(dtype)
-        rows, columns = (indices(runs) for runs in layout.runs(shape, grid.shape, grid.coordinates))
-        values = np.broadcast_to(function(rows[:, None], columns[None, :]), (len(rows), len(columns)))
-        if np.iscomplexobj(values) and dtype.kind != "c":
-            raise ShapeError(f"The function's values are complex, and dtype {dtype} is not. Give it a complex dtype.")
-        block = np.empty(values.shape, dtype)
-        block[...] = values
+        block = drawn(seed, shape, layout.runs(shape, grid.shape, grid.coordinates), numpy_dtype(dtype), normal)
         return cls(block, layout, grid, (shape[0], shape[1]))
 
     @classmethod
     def from_file(cls, path: str | Path, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
-        """A matrix from a .npy file, each rank reading its own part. Raises DataError on all ranks."""
+        """A matrix from a .npy file, each rank reading its own part. Moves nothing. Raises DataError on all ranks."""
         layout = ownership(layout)
-        block, shape = files.read(path, grid, layout)
+        block, shape = npy.read(Path(path), grid, layout)
+        return cls(block, layout, grid, shape)
+
+    @classmethod
+    def from_raw(
+        cls,
+        path: str | Path,
+        shape: tuple[int, int],
+        grid: BaseGrid,
+        layout: Ownership | str,
+        dtype: np.typing.DTypeLike = np.float64,
+        offset: int = 0,
+        order: str = "C",
+    ) -> DistMatrix:
+        """A matrix from a file of bare elements behind `offset` bytes, by rows (order C) or by columns (F). Moves nothing.
+
+        The file ends with the last element. dtype may have the other byte order (">f8"). Each rank reads its own part; of order F
+        the result is a transpose, whose blocks are F-ordered. Raises DataError on all ranks where the file has another size or
+        cannot be read, ShapeError for another order.
+        """
+        check_sizes(shape)
+        _check_order(order)
+        if order == "F":
+            return cls.from_raw(path, shape[::-1], grid, ownership(layout).transposed(), dtype, offset).T
+        layout = ownership(layout)
+        return cls(raw.read(Path(path), (shape[0], shape[1]), numpy_dtype(dtype), offset, grid, layout), layout, grid, shape)
+
+    @classmethod
+    def from_hdf5(cls, path: str | Path, dataset: str, grid: BaseGrid, layout: Ownership | str) -> DistMatrix:
+        """A matrix from a dataset of an HDF5 file, each rank reading its own hyperslabs. Moves nothing. Needs the extra hdf5.
+
+        Raises DataError on all ranks, and ConfigError where h5py is missing.
+        """
+        layout = ownership(layout)
+        block, shape = hdf5.read(Path(path), dataset, grid, layout)
         return cls(block, layout, grid, shape)
 
     @classmethod
@@ -106,104 +137,131 @@ class DistMatrix(Distributed):
         """The matrix dealt out in blocks, its block F-ordered; `layout.descriptor` describes it to ScaLAPACK."""
         return self.redistribute(BlockCyclic(rows, columns), grid, order="F")
 
-    def to_global(self) -> Array:
-        """The whole matrix, on every rank. Moves, per rank, the words it does not own."""
-        if isinstance(self.layout, Layout):
-            return collect(self.block, self.grid, self.layout, self.shape)
-        return self.redistribute(Layout((), ())).block
-
     def to_file(self, path: str | Path) -> None:
         """Write a .npy file that all ranks can reach. Raises DataError on all ranks."""
-        files.write(self, path)
+        npy.write(self.block, self.shape, self.grid, self.layout, Path(path))
 
-    def redistribute(self, layout: Ownership | str, grid: BaseGrid | None = None, order: str = "C") -> DistMatrix:
-        """The same matrix owned otherwise: a new one. One all-to-all; what a rank holds already does not move.
+    def to_raw(self, path: str | Path, order: str = "C") -> None:
+        """Write the bare elements by rows (order C) or columns (F) to a file that all ranks reach. DataError on all ranks."""
+        _check_order(order)
+        one = self if order == "C" else self.T
+        raw.write(one.block, one.shape, one.grid, one.layout, Path(path))
 
-        `layout` is a Layout, a BlockCyclic, or the text of either: ``A.redistribute("m:x k:y")``, ``"m:x[64] k:y[64]"``.
-        `grid` may be another grid made on the same communicator, of any number of its ranks (``Grid(comm, axes, ranks=…)``);
-        all ranks of the communicator call. `order` is the new block's memory order, C or F.
+    def to_hdf5(self, path: str | Path, dataset: str) -> None:
+        """Write a dataset of an HDF5 file that all ranks can reach, rank after rank; other datasets of the file stay.
+
+        The file is written anew, and takes the place of the old one. Raises DataError on all ranks, and ConfigError without h5py.
         """
-        layout = ownership(layout)
-        block = redistribute(self.block, self.shape, self.grid, self.layout, layout, grid, order)
-        return DistMatrix(block, layout, grid or self.grid, self.shape, order == "F")
+        hdf5.write(self.block, self.shape, self.grid, self.layout, Path(path), dataset)
 
-    # -- algebra ----------------------------------------------------------------------------------------------------------
+    def conj(self) -> DistMatrix:
+        """The conjugate. Moves nothing; of complex numbers a `Conjugated`, which reads this matrix's own block."""
+        return Conjugated(self) if dtype_name(self.block).startswith("complex") else self.view(self.block, False)
 
-    def to(self, library: str, device: str | None = None) -> DistMatrix:
-        """The same matrix in arrays of `library` (numpy, torch, cupy), on `device` (cpu, cuda) where torch has the choice.
+    @property
+    def H(self) -> DistMatrix:
+        """The conjugate transpose: ``A @ A.H`` reads A's block alone. Moves and copies nothing."""
+        return self.conj().T
 
-        Moves nothing between ranks. Shares this matrix's memory where it stays on one side: numpy ↔ torch on the host, CuPy ↔
-        torch on a device (DLPack); else copies the block. Raises ConfigError for what does not exist or cannot be imported.
+    def __getitem__(self, key: Any) -> Any:
+        """``A[i:j, k:l]``, with steps of either sign: a new matrix in A's layout, split evenly anew; ``A[i:j]`` has all columns.
+
+        A whole number keeps its dim, 1 wide, as a matrix has two: ``A[3]`` is 1×n. ``A[3, 4]`` is the element, a number on every
+        rank, for one word. Moves, per rank, the words of its new block that it does not hold (`Redistribution`), in one
+        all-to-all. Raises ShapeError for an index that A lacks, and for keys of other kinds.
         """
-        return self._with(converted(self.block, library, device), self.is_transposed)
+        return slices.part(self, key)
 
-    def __matmul__(self, other: DistMatrix) -> DistMatrix:
-        return matmul(self, other) if isinstance(other, DistMatrix) else NotImplemented
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """``A[i:j, k:l] = B``, B in any layout, on any grid of the communicator, or a number: overwrites A's block in place.
 
-    @quiet
-    def __add__(self, other: DistMatrix) -> DistMatrix:
-        if not isinstance(other, DistMatrix):
-            return NotImplemented
-        return self._with(self.block + self._alike(other, "add").block, self.is_transposed and other.is_transposed)
+        B moves to where A has the part, as in a redistribution; a number moves nothing. Ranks agree first that all can write
+        their block. Raises ShapeError for other sizes or dtypes, and where a block is read-only.
+        """
+        slices.put_part(self, key, value)
 
-    @quiet
-    def __sub__(self, other: DistMatrix) -> DistMatrix:
-        if not isinstance(other, DistMatrix):
-            return NotImplemented
-        return self._with(self.block - self._alike(other, "subtract").block, self.is_transposed and other.is_transposed)
+    def __matmul__(self, other: Any) -> DistMatrix:
+        return matmul(self, other) if isinstance(other, DistMatrix) else refused_operand(other, "@")
 
-    @quiet
-    def __mul__(self, factor: complex) -> DistMatrix:
-        if not isinstance(factor, Number):
-            return NotImplemented
-        self.check_block()
-        factor = self._factor(factor)
-        try:
-            scaled = self.block * factor
-        except TypeError as error:
-            raise ShapeError(f"A factor is one of numbers; the block's dtype is {self.block.dtype}.") from error
-        block = cast(scaled, self.block) if is_half(self.block) else scaled  # ml_dtypes' grow to float32
-        return self._with(block, self.is_transposed)
+    def __rmatmul__(self, other: Any) -> Any:
+        return refused_operand(other, "@")
 
-    __rmul__ = __mul__
+    # -- reductions -------------------------------------------------------------------------------------------------------
 
-    def __truediv__(self, divisor: complex) -> DistMatrix:
-        return self * (1 / divisor) if isinstance(divisor, Number) else NotImplemented
+    def sum(self, dim: int | None = None) -> Any:
+        """Σ of all elements, a number, the same on every rank; with a dim over it, a matrix of 1 row (dim 0) or column (dim 1).
 
-    def __neg__(self) -> DistMatrix:
-        return self._with(-self.block, self.is_transposed)
+        That matrix lies as this one does, on all ranks of the axes that split the dim. Sums are taken in float64, complex128 or
+        int64 and rounded once to the dtype; those of whole numbers stay int64. Moves a word, or an all-reduce of this rank's part
+        of the row or column, over the axes that split the elements that are summed. Raises ShapeError for no numbers or dim.
+        """
+        return reductions.total(self) if dim is None else reductions.sum_along(self, dim)
 
-    def norm(self, order: str | float = "fro") -> float:
-        """‖A‖: "fro" (Frobenius), "max" (largest magnitude), 1 (column sums), inf (row sums); the same on every rank."""
-        return norms.norm(self, order)
+    def mean(self, dim: int | None = None) -> Any:
+        """`sum` ÷ the number of elements; of whole numbers float64. Raises ShapeError where there is no element."""
+        return reductions.mean(self) if dim is None else reductions.mean_along(self, dim)
+
+    def max(self, dim: int | None = None) -> Any:
+        """The largest element, as `sum`; nan where one is nan. A word of each rank, or, of floats, twice the words of `sum`."""
+        return reductions.extreme(self, "max") if dim is None else reductions.extreme_along(self, dim, "max")
+
+    def min(self, dim: int | None = None) -> Any:
+        """The smallest element, as `max`."""
+        return reductions.extreme(self, "min") if dim is None else reductions.extreme_along(self, dim, "min")
+
+    def trace(self) -> Any:
+        """Σ of the diagonal, a number, the same on every rank; of a matrix that is not square too. Moves a word."""
+        return reductions.trace(self)
+
+    def diagonal(self) -> Array:
+        """The diagonal, an array of one dim, on every rank. Moves, per rank, the elements of it that come from others."""
+        return reductions.diagonal(self)
 
     def __repr__(self) -> str:
         return "\n".join([self.summary, *describe.table(self)])
 
+
+class Conjugated(DistMatrix):
+    """The conjugate of `plain`, a complex matrix, whose block it reads at each use: what is written there is seen here.
+
+    `block` is a copy, read-only where the library knows such arrays; products of the matrix with itself make none.
+    """
+
+    def __init__(self, plain: DistMatrix) -> None:
+        self.plain, self.layout, self.grid, self.shape = plain, plain.layout, plain.grid, plain.shape
+        self.is_transposed, seen = plain.is_transposed, plain.shown
+        self.view_of = seen._replace(own=None, conjugated=True)
+
+    def __getattr__(self, name: str) -> Array:
+        """The block, which is no attribute of its own."""
+        if name != "block":
+            raise AttributeError(f"a conjugated matrix has no {name}")
+        block = conjugate(self.plain.block)
+        if isinstance(block, np.ndarray):
+            block.flags.writeable = False
+        return block
+
     @property
-    def summary(self) -> str:
-        """One line: size, dtype, layout, grid, and this rank's part."""
-        return describe.summary(self)
+    def shown(self) -> Shown:
+        """The matrix whose elements this one shows, conjugated."""
+        return self.plain.shown._replace(conjugated=True)
 
-    def _with(self, block: Array, is_transposed: bool) -> DistMatrix:
-        return self.with_block(block, self.layout, is_transposed=is_transposed)
+    @property
+    def T(self) -> DistMatrix:  # type: ignore[override]
+        """The transpose, conjugated too."""
+        return Conjugated(self.plain.T)
 
-    def _alike(self, other: DistMatrix, verb: str) -> DistMatrix:
-        """`other`, if its elements lie where this matrix has its own."""
-        check_kind(self, other, f"Cannot {verb}")
-        if self.shape != other.shape:
-            raise ShapeError(f"Cannot {verb} matrices of shapes {self.shape} and {other.shape}.")
-        if self.layout != other.layout:
-            wanted = f"bring the second there by redistribute({str(self.layout)!r})"
-            raise LayoutError(f"Cannot {verb} a matrix in {self.layout} and one in {other.layout}: {wanted}.")
-        return other
+    def conj(self) -> DistMatrix:
+        """`plain`."""
+        return self.plain
 
-    def _factor(self, factor: Any) -> complex:
-        """A scalar as Python's own, so that it does not change the dtype; refused where the dtype cannot hold the result."""
-        value: complex = factor.item() if isinstance(factor, np.generic) else factor
-        name = dtype_name(self.block)
-        if isinstance(value, complex) and not name.startswith("complex"):
-            raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix complex, or take a real factor.")
-        if isinstance(value, float) and name.startswith("int"):
-            raise ShapeError(f"{value} times a {name} matrix is not {name}. Make the matrix float64, or take a whole factor.")
-        return value
+    def with_block(  # type: ignore[override]
+        self, block: Array, layout: Ownership, shape: tuple[int, int] | None = None, is_transposed: bool = False
+    ) -> DistMatrix:
+        """A matrix of its own."""
+        return self.plain.with_block(block, layout, shape, is_transposed)
+
+
+def _check_order(order: str) -> None:
+    if order not in ("C", "F"):
+        raise ShapeError(f"order {order!r} is none of C, by rows, and F, by columns.")

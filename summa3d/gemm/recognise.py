@@ -67,7 +67,7 @@ def _names(algorithm: str | None, options: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def sizes(a: tuple[int, int], b: tuple[int, int], form: str) -> tuple[int, int, int]:
+def sizes(a: tuple[int, ...], b: tuple[int, ...], form: str) -> tuple[int, int, int]:
     """m, n, k of the product. Raises ShapeError if the operands' inner sizes differ or the form is invalid."""
     if len(form) != 2 or any(letter not in "ntc" for letter in form):
         raise ShapeError(f"form {form!r} is not one of nn, nt, tn, tt, or one with c (conjugate transpose) in place of t.")

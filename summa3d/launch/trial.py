@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from ..cluster import Cluster
+from ..columns import counted
 from ..errors import CapacityError, ConfigError, LaunchError
 from ..train.config import Config, DataConfig, numbers_of, to_table, write
 from ..train.utilization import load_average
@@ -98,7 +99,7 @@ def _steps_of(config: Config, number: int, many: int, folder: Path, start: RunOn
     """The seconds of the measured steps of one configuration."""
     tokens, file, run = folder / "tokens.bin", folder / f"{number}.toml", folder / str(number)
     ranks = prod(config.grid.axes.values())
-    say(f"{number}/{many}: {1 + STEPS} steps of {config.scheme}, grid {config.grid} on {ranks} ranks")
+    say(f"{number}/{many}: {1 + STEPS} steps of {config.scheme}, grid {config.grid} on {counted(ranks, 'rank')}")
     shortened = short(config, tokens)
     many_tokens = WINDOWS * (config.model.sequence + 1)
     np.random.default_rng(1).integers(shortened.data.vocabulary, size=many_tokens, dtype=np.int32).tofile(tokens)

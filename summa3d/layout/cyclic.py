@@ -107,7 +107,12 @@ class BlockCyclic:
 
     def transposed(self) -> BlockCyclic:
         """The ownership of the transpose."""
-        return BlockCyclic(rows=self.columns, columns=self.rows)
+        return self.permuted(1, 0)
+
+    def permuted(self, *dims: int) -> BlockCyclic:
+        """The ownership with its dims in this order."""
+        both = (self.rows, self.columns)
+        return BlockCyclic(*(both[dim] for dim in dims))
 
     def descriptor(
         self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates, context: int = 0

@@ -235,8 +235,16 @@ class Layout:
 
     def transposed(self) -> Layout:
         """The layout of the transpose: dims in reverse order."""
-        names = None if self.names is None else self.names[::-1]
-        return self._with(self.dims[::-1], names)
+        return self.permuted(*range(len(self.dims))[::-1])
+
+    def permuted(self, *dims: int) -> Layout:
+        """The layout with its dims in this order.
+
+        >>> Layout("b:x m n:y").permuted(2, 0, 1)
+        Layout('n:y b:x m')
+        """
+        names = None if self.names is None else [self.names[dim] for dim in dims]
+        return self._with(tuple(self.dims[dim] for dim in dims), names)
 
     def num_shards(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""

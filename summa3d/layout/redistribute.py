@@ -348,7 +348,7 @@ def taken(block: Array, runs: tuple[Runs, ...]) -> Array:
     if _short(runs) and not is_on_device(block):
         return block[_open_mesh(runs)]
     result = empty([sum(run.stop - run.start for run in part) for part in runs], block)
-    for inside, outside in _boxes(runs):
+    for inside, outside in boxes(runs):
         result[inside] = block[outside]
     return result
 
@@ -360,7 +360,7 @@ def put(out: Array, runs: tuple[Runs, ...], piece: Array) -> None:
     elif _short(runs) and not is_on_device(out):
         out[_open_mesh(runs)] = piece
     else:
-        for inside, outside in _boxes(runs):
+        for inside, outside in boxes(runs):
             out[outside] = piece[inside]
 
 
@@ -382,7 +382,7 @@ def indices(runs: Runs) -> np.ndarray:
     return np.concatenate([np.arange(run.start, run.stop) for run in runs] or [np.arange(0)])
 
 
-def _boxes(runs: tuple[Runs, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+def boxes(runs: tuple[Runs, ...]) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
     """Each box of ranges: where it lies when the ranges are stored one after the other, and where in the block."""
     ends = [list(itertools.accumulate(run.stop - run.start for run in part)) for part in runs]
     pairs = [

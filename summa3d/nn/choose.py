@@ -8,6 +8,7 @@ from itertools import islice
 
 import torch
 
+from ..columns import counted
 from ..comm.grid import Place
 from ..comm.topology import describe
 from ..errors import GridError, LayoutError
@@ -92,7 +93,9 @@ def ranked(
     counts = sorted(islice((count for count in near if next(fitting(count), None)), NEAR))
     names = f" with scheme {', '.join(among)}" if len(among) < len(FOR_MODELS) else ""
     sizes = f"batch {batch}, sequence {config.sequence}, heads {config.heads}, hidden {config.hidden}"
-    raise GridError(f"No grid of {ranks} ranks fits {sizes}{names}. Ranks that fit: {', '.join(map(str, counts)) or 'none'}.")
+    raise GridError(
+        f"No grid of {counted(ranks, 'rank')} fits {sizes}{names}. Ranks that fit: {', '.join(map(str, counts)) or 'none'}."
+    )
 
 
 def _words(layouts: Scheme, config: ModelConfig, batch: int, regather: bool) -> int:

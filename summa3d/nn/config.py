@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from ..comm.topology import divisors
 from ..errors import ConfigError
+from ..files import read_toml
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,7 @@ class Architecture:
     activation : "gelu_tanh", "gelu" or "swiglu"
     norm_eps : the default of ModelConfig.norm_eps
     options : the keys of ModelConfig that this family reads and some other family does not
+    biases : whether linear layers have biases
     """
 
     causal: bool
@@ -29,6 +33,7 @@ class Architecture:
     activation: str
     norm_eps: float
     options: tuple[str, ...] = ()
+    biases: bool = True
 
 
 ROTARY = ("rotary_scaling", "rotary_factor", "rotary_low", "rotary_high", "rotary_context")
@@ -36,17 +41,22 @@ SCALINGS = {"default": (), "linear": ("rotary_factor",), "llama3": ROTARY[1:]}
 """The scalings of rotary positions for sequences longer than those first trained on, and the keys that each needs."""
 IMAGE = ("image", "patch", "channels", "classes")
 FAMILIES = {
-    "gpt2": Architecture(True, "layer", False, "gelu_tanh", 1e-5),
+    "gpt2": Architecture(True, "layer", False, "gelu_tanh", 1e-5, ("kv_heads", "activation")),
     "bert": Architecture(False, "layer", True, "gelu", 1e-12),
-    "llama": Architecture(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "rotary_base", *ROTARY)),
+    "llama": Architecture(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "rotary_base", *ROTARY), False),
     "vit": Architecture(False, "layer", False, "gelu", 1e-12, IMAGE),
 }
 DEFAULTS = {"rotary_base": 10000.0, "image": 32, "patch": 4, "channels": 3, "classes": 10}
-OPTIONS = ("kv_heads", "tied_head", *ROTARY, *DEFAULTS)
+ACTIVATIONS = ("gelu_tanh", "gelu", "relu2")
+"""Activations of a feed-forward layer without a gate."""
+OPTIONS = ("kv_heads", "activation", "tied_head", *ROTARY, *DEFAULTS)
 SIZES = ("layers", "hidden", "heads", "sequence", "vocabulary", "ffn", "kv_heads", "rotary_context", *IMAGE)
 REQUIRED = SIZES[:5]
 """The sizes that have no default of their family."""
 MOST_LAYERS, LARGEST_SIZE = 4096, 2**31 - 1
+MODELS = Path(__file__).with_name("models.toml")
+COMMON = {"sequence": 2048, "vocabulary": 51200}
+"""Sizes of models that are planned, named or not, and have none of their own: those of Megatron-LM's GPTs."""
 ABOVE_ZERO = ("norm_eps", "rotary_base", "rotary_factor", "rotary_low", "rotary_high")
 
 
@@ -62,9 +72,11 @@ class ModelConfig:
     heads : the number of attention heads, which divides `hidden`
     sequence : the longest sequence; for vit always 1 + the number of patches
     vocabulary : the number of token ids; not read by vit
-    kv_heads : the number of heads of k and v, each shared by heads / kv_heads query heads (llama); default `heads`
+    kv_heads : the number of heads of k and v, each shared by heads / kv_heads query heads (gpt2, llama); default `heads`
     ffn : the width of the feed-forward layer; default 4 · hidden, for llama 8/3 · hidden rounded up to a multiple of `heads`, so
         that axes that split the heads split it too
+    activation : of the feed-forward layer (gpt2): "gelu_tanh", GELU by tanh; "gelu", exact; "relu2", the square of ReLU; default
+        "gelu_tanh"
     dropout : of the embedding and of the two residual branches
     attention_dropout : of the attention probabilities; above 0 it disables fused attention
     norm_eps : added to a norm's variance; default 1e-5 (gpt2, llama), 1e-12 (bert, vit)
@@ -100,6 +112,7 @@ class ModelConfig:
     ffn: int | None = None
     sequence: int = 128
     vocabulary: int = 256
+    activation: str | None = None
     dropout: float = 0.0
     attention_dropout: float = 0.0
     norm_eps: float | None = None
@@ -128,6 +141,8 @@ class ModelConfig:
                 also = f", and at most {most}" if value > most else ""
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1{also}.")
         self._check_heads()
+        if self.activation not in (None, *ACTIVATIONS):
+            raise ConfigError(f"model.activation {self.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}.")
         for name in ("dropout", "attention_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it must lie in [0, 1).")
@@ -157,6 +172,16 @@ class ModelConfig:
     def num_kv_heads(self) -> int:
         """The number of heads of k and v."""
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def activation_function(self) -> str:
+        """The activation of the feed-forward layer: one of ACTIVATIONS, or "swiglu"."""
+        return self.architecture.activation if self.activation is None else self.activation
+
+    @property
+    def grouped(self) -> bool:
+        """Whether k and v have a weight of their own, as they may have fewer heads than q."""
+        return "rotary_base" in self.architecture.options or self.num_kv_heads != self.heads
 
     @property
     def matrices(self) -> tuple[tuple[int, int], ...]:
@@ -251,6 +276,15 @@ class ModelConfig:
                 f"{sequence} positions. Leave it out."
             )
         super().__setattr__("sequence", sequence)  # frozen from here on
+
+
+def named_models() -> dict[str, dict[str, Any]]:
+    """The models by name, as tables of a configuration's `model`.
+
+    >>> named_models()["llama2-70b"]["kv_heads"], named_models()["gpt3-175b"]["sequence"]
+    (8, 2048)
+    """
+    return {name: {**COMMON, **keys} for name, keys in read_toml(MODELS).items()}
 
 
 def _divisors(n: int) -> str:

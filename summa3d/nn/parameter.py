@@ -11,8 +11,9 @@ from ..comm.grid import BaseGrid
 from ..errors import ConfigError, ShapeError
 from ..files import LARGEST_WHOLE
 from ..layout.layout import Layout, Sharding
+from ..layout.random import key
 from .context import Context
-from .random import key, normal_
+from .random import normal_
 
 MOST = torch.finfo(torch.float32).max
 """Of a first value's deviation, or the value: more is infinite in the dtypes of weights."""

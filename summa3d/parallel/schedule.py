@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
+from ..columns import counted
 from ..errors import ConfigError
 
 ALL = -1
@@ -325,9 +326,10 @@ def split_layers(layers: int, p: int, v: int = 1, counts: Sequence[int] | None =
     stages = p * v
     if counts is None:
         if layers < stages:
-            fits = [f"{ranks} ranks × {chunks}" for ranks in range(p, 0, -1) for chunks in (v, 1) if ranks * chunks <= layers]
+            pairs = [(ranks, chunks) for ranks in range(p, 0, -1) for chunks in (v, 1) if ranks * chunks <= layers]
+            fits = [f"{counted(ranks, 'rank')} × {chunks}" for ranks, chunks in pairs]
             raise ConfigError(
-                f"{layers} layers cannot fill the {stages} stages of {p} pipeline ranks × {v} chunks. "
+                f"{counted(layers, 'layer')} cannot fill the {stages} stages of {p} pipeline ranks × {counted(v, 'chunk')}. "
                 f"What fits: {' · '.join(dict.fromkeys(fits[:3]))}."
             )
         return tuple(len(range(stage, layers, stages)) for stage in range(stages))

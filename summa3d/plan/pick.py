@@ -8,6 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..cluster import Cluster, here_file, load
+from ..columns import counted
 from ..comm.topology import describe, divisors
 from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, SchemeChoice, ranked
@@ -92,11 +93,12 @@ def pick(
     chosen = {} if REPLICAS not in config.chosen else {"dp": found[0].config.grid.dp}
     if len(found) == 1:
         return Pick(found[0].choice.scheme, {**found[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
-    times, priced = Times(cluster, Exact(tell)), []
+    times, priced = Times(cluster, Exact(tell), config.train), []
     for one in shortened(found):
         plan = plan_of(one.config, one.choice, cluster)
         try:
-            priced.append((times.seconds(plan), memory(plan, *times.store.cells(plan.inner, plan.units)).total, one))
+            held = memory(plan, *times.store.cells(plan.inner, plan.units), times.muon(plan))
+            priced.append((times.seconds(plan), held.total, one))
         except (LayoutError, GridError):  # some ragged sizes fit a scheme's layers, and not the planner
             continue
     fewest = max(cluster["device.memory"], min(held for _, held, _ in priced))
@@ -126,7 +128,7 @@ def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridC
             continue
         found += [GridCandidate(own, one, own.train.accumulate * one.words + words_of_replicas(own, inner)) for one in fitting]
     if not found:
-        raise refused or GridError(f"no number of replicas fits {ranks} ranks.")
+        raise refused or GridError(f"no number of replicas fits {counted(ranks, 'rank')}.")
     return found
 
 

@@ -229,16 +229,3 @@ def _simulated(name: str, ranks: int, micro_batches: int, chunks: int, of_stages
 @lru_cache(32)
 def _events(name: str, ranks: int, micro_batches: int, chunks: int) -> Events:
     return in_order(unchecked(name, ranks, micro_batches, chunks))
-
-
-class Fast:
-    """`PredictedStep.seconds` for fits: the closed form, times what the simulation makes of it on the cluster of the paper."""
-
-    def __init__(self, step: PredictedStep, cluster: Cluster) -> None:
-        self.step = step
-        self.ratio = step.pipeline(cluster) / step.closed(step.durations(cluster))
-
-    def seconds(self, cluster: Cluster) -> float:
-        """Seconds of the step; exact on the cluster that it was made with."""
-        parts = self.step.durations(cluster)
-        return (self.ratio * self.step.closed(parts) + parts.after) * self.step.slowest(cluster)

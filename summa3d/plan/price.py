@@ -70,9 +70,11 @@ class Prices:
         if cluster["host.shared"]:
             self._edges[0] = Edge(0.0, 0.0, self._edges[0].latency)
         self._flop: dict[str, float] = {}
-        self._known: dict[Op, tuple[float, float]] = {}
+        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
         self._speeds: dict[tuple[tuple[str, str], ...], tuple[float, ...]] = {}
         self._loads: dict[tuple[str, str], tuple[tuple[Load, int], ...]] = {}
+        self._members: dict[str, int] = {}
+        self._rates: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seconds(self, op: Op) -> float:
         """The seconds of an operation by itself; 0 of a wait."""
@@ -80,10 +82,12 @@ class Prices:
 
     def parts(self, op: Op) -> tuple[float, float]:
         """The seconds of an operation by itself, without and with the ports of links in use."""
-        key = alike(op)
-        if key not in self._known:
-            self._known[key] = self._parts(key)
-        return self._known[key]
+        phase = op.phase if op.name == ATTENTION else ""
+        key = op.kind, op.name, phase, op.m, op.n, op.k, op.batch, op.read, op.written, op.axis, op.words, op.dtype
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._parts(op)
+        return found
 
     @property
     def links(self) -> tuple[object, ...]:
@@ -134,22 +138,32 @@ class Prices:
 
     def move(self, op: Op) -> tuple[float, float]:
         """Seconds of a communication's hops and launch, and of its volume: the words received, of a broadcast the message."""
-        members = prod(self.topology.shape.get(name, 1) for name in op.axis.split("·"))
+        members = self._members.get(op.axis) or self._members.setdefault(
+            op.axis, prod(self.topology.shape.get(name, 1) for name in op.axis.split("·"))
+        )
         if members == 1 or op.words == 0:
             return 0.0, 0.0
-        volume, launch = float(op.words * dtype_of(op.dtype).nbytes), self._launches["collectives"]
+        volume = float(op.words * dtype_of(op.dtype).nbytes)
         if op.name in CHAINS:
             fill, moved = self._chain(op.axis, volume * members / (members - 1) if op.name == "reduce" else volume)
-            return fill + launch, moved
-        pattern = pattern_of(op)
+            return fill + self._launches["collectives"], moved
+        along = op.axis, op.name
+        if along not in self._rates:
+            self._rates[along] = self._rate(op, members)
+        fixed, byte = self._rates[along]
+        return fixed, volume * byte
+
+    def _rate(self, op: Op, members: int) -> tuple[float, float]:
+        """Seconds of the hops and launch of a communication that is no chain, and of a byte of its volume."""
+        launch, pattern = self._launches["collectives"], pattern_of(op)
         ((load, _),) = self._loads_of(op.axis, pattern)
         if pattern == "next":
-            return max(self._latencies(load)) + launch, volume * self._slowest(load)
+            return max(self._latencies(load)) + launch, self._slowest(load)
         steps = 2 if op.name == "all_reduce" else 1
         latency = steps * sum(self._latencies(load)) * (members - 1) / max(1, sum(load.hops))
         if op.name == "all_reduce":
             latency = min(latency, self._tree(load, members))
-        return latency + launch, volume * self._slowest(load)
+        return latency + launch, self._slowest(load)
 
     def speeds(self, flights: tuple[tuple[str, str], ...]) -> tuple[float, ...]:
         """The parts of their speed alone that flights, each an axis and a pattern, have together: max-min fair by edge.

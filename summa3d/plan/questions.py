@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..cluster import Cluster, load
-from ..columns import aligned
+from ..columns import aligned, counted
 from ..errors import ConfigError
 
 DAY = 86400.0
@@ -132,7 +132,7 @@ def scaling_text(lines: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             numbers = f"{line['seconds']:.4g}", f"{line['tokens_s']:,.0f}", f"{line['efficiency']:.0%}"
             table.append((str(line["ranks"]), line["plan"], *numbers, *(f"{line[key]:,.4g}" for key, _ in more)))
     yield from aligned(table, left=(1,))
-    yield from (f"{line['ranks']} ranks: {line['reason']}" for line in lines if "reason" in line)
+    yield from (f"{counted(line['ranks'], 'rank')}: {line['reason']}" for line in lines if "reason" in line)
     below = next((line["ranks"] for line in lines if line.get("efficiency", 1.0) < HALF), None)
     yield f"below {HALF:.0%} from {below} ranks on" if below else f"nowhere below {HALF:.0%}"
 

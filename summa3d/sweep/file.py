@@ -51,7 +51,8 @@ class Sweep:
     repeats : measurements of each point, each in a race of its own
     order : "interleaved", every round runs every point of a race; "sequential", each point by itself
     x : the key on the horizontal axis of plots
-    published : a paper's points in the plot: paper, and series, name of a series here → name of one there
+    published : a paper's points in the plot: the path of a TOML file, from the sweep's own folder, with source, and series, the
+        name of a series here → [x, FLOP/s over the first point's] of each point; kept as read
     cluster : what predicts times; none if empty
     memory : bytes that a rank may take; 0 for those of the cluster's device, or no limit
     ranks_per_node : ranks of a node, in predictions and jobs
@@ -198,11 +199,13 @@ def load(source: str, assignments: Sequence[str] = ()) -> Sweep:
         table = read_toml(file)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the sweep {file}: {error}") from error
-    return changed(read({"name": file.stem, **table}), assignments)
+    return changed(read({"name": file.stem, **table}, file.parent), assignments)
 
 
-def read(table: Mapping[str, Any]) -> Sweep:
-    """The sweep of a parsed table. Raises ConfigError as `load` does."""
+def read(table: Mapping[str, Any], folder: Path | None = None) -> Sweep:
+    """The sweep of a parsed table, whose paths begin in `folder`, or where Python runs. Raises ConfigError as `load` does."""
+    if isinstance(table.get("published"), str):
+        table = {**table, "published": published_points((folder or Path()) / table["published"])}
     known = [one.name for one in fields(Sweep)]
     for key, value in table.items():
         if key not in known:
@@ -211,6 +214,23 @@ def read(table: Mapping[str, Any]) -> Sweep:
         if not isinstance(value, fits) or isinstance(value, bool):
             raise ConfigError(f"{key} = {value!r} of a sweep is {describe_value(value)}; it takes {words}.")
     return Sweep(**table)
+
+
+def published_points(file: Path) -> dict[str, Any]:
+    """The published points of a file: source and series. Raises ConfigError for a file without them."""
+    try:
+        table = read_toml(file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the published points of a sweep, {file}: {error}") from error
+    series = table.get("series")
+    points = [points for name in series for points in series[name]] if isinstance(series, Mapping) else [None]
+    sound = all(isinstance(one, list) and len(one) == 2 and all(type(x) in (int, float) and x > 0 for x in one) for one in points)
+    if set(table) != {"source", "series"} or not isinstance(table["source"], str) or not sound:
+        raise ConfigError(
+            f'{file} has no published points; write source = "where they are from", and below [series] '
+            "name = [[4, 1.0], [16, 1.85]]: x, and FLOP/s over that of the first point."
+        )
+    return table
 
 
 SAMPLE = Sweep("sample", ranks=(1,))

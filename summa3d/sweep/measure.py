@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..bench.clock import sleep_until_all_are_here
 from ..bench.machine import machine
 from ..bench.products import run_benchmark as run_products
+from ..columns import counted
 from ..comm.device.select import take_device
 from ..comm.transport.node_memory import in_one_node
 from ..errors import ConfigError, LaunchError, Summa3dError
@@ -57,7 +58,7 @@ def measure(
                 with replacing(folder / RUNNING) as new:
                     new.write_text(json.dumps([point.id for point in race]))
                 names = ", ".join(dict.fromkeys(point.label for point in race))
-                say(f"{number}/{len(ready)}: {race[0].ranks} ranks: {names}")
+                say(f"{number}/{len(ready)}: {counted(race[0].ranks, 'rank')}: {names}")
             lines = run_race(race, sweep, world, folder)
             on_root(world, partial(append, folder, [whole(one, sweep, facts) for one in lines]), LaunchError)
         if world.rank == 0:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bench.products import Problem, ProductEntry, fewest_words, own_choice
 from ..cluster import Cluster, load
+from ..columns import counted
 from ..comm.device.select import requested_device
 from ..comm.topology import describe, several
 from ..dtypes import dtype_of
@@ -191,7 +192,7 @@ def _grids(sweep: Sweep, config: Keys, ranks: int, spec: Any) -> Iterator[tuple[
         listed = [axes_of(one) for one in spec]
         fitting = [axes for axes in listed if prod(axes.values()) == ranks]
         if not fitting:
-            raise GridError(f"none of the grids that are listed has {ranks} ranks.")
+            raise GridError(f"none of the grids that are listed has {counted(ranks, 'rank')}.")
         if sweep.what == "gemm":
             _check_listed(config["algorithm"], fitting, ranks)
         yield from (({}, axes) for axes in fitting)
@@ -225,7 +226,7 @@ def _check_listed(name: str, grids: Sequence[Mapping[str, int]], ranks: int) -> 
     for axes in grids:
         if several(axes) not in own:
             known = " · ".join(describe(grid) for grid in algorithm(name).grids(ranks))
-            raise GridError(f"{name} has no grid {describe(axes)}. Its grids of {ranks} ranks: {known}.")
+            raise GridError(f"{name} has no grid {describe(axes)}. Its grids of {counted(ranks, 'rank')}: {known}.")
 
 
 def _of_products(config: Keys, ranks: int, spec: str) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
@@ -251,12 +252,12 @@ def _of_models(sweep: Sweep, config: Keys, ranks: int, spec: str) -> Iterator[di
     given = {key.removeprefix(GRID): size for key, size in config.items() if key.startswith(GRID) and type(size) is int}
     if set(given) - {"dp", "pp"}:
         if prod(given.values()) != ranks:
-            raise GridError(f"grid {describe(given)} does not have {ranks} ranks.")
+            raise GridError(f"grid {describe(given)} does not have {counted(ranks, 'rank')}.")
         yield given
         return
     settings = Point("block", ranks, config).settings
     if ranks % settings.grid.outer:
-        raise GridError(f"{ranks} ranks cannot be divided into {settings.grid.outer} replicas and stages.")
+        raise GridError(f"{counted(ranks, 'rank')} cannot be divided into {settings.grid.outer} replicas and stages.")
     inner = ranks // settings.grid.outer
     cluster = _planned_on(sweep, settings.device) if spec == PLANNED else None
     if cluster is not None:
@@ -298,7 +299,7 @@ def _check(point: Point) -> None:
     settings = point.settings
     size = prod(settings.grid.axes.values())
     if size != point.ranks:
-        raise GridError(f"grid {settings.grid} has {size} ranks, and not {point.ranks}.")
+        raise GridError(f"grid {settings.grid} has {counted(size, 'rank')}, and not {point.ranks}.")
     if point.what == "block" and settings.grid.outer > 1:
         raise GridError(f"grid {settings.grid}: blocks alone have no replicas or stages; what = 'train' has.")
     Scheme.of(settings.scheme, settings.grid.axes).check(settings.model, settings.rows)

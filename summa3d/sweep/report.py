@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 from ..bench import tables
@@ -16,11 +15,12 @@ from ..bench.series import in_ranks
 from ..bench.statistics import Spread, ratio, times_of
 from ..bench.tables import COUNT, HUNDREDTHS, digits, of_ratios, rounds
 from ..figures import COLOURS, COLUMN, look
-from ..plan.papers.paper import table_of as paper_of
 from ..table import Column, Table
 from .lines import SweepLine
 
 SWEEP = "sweep"
+OF_TABLES = "paper"
+"""What published points of earlier versions name: a table that is no longer installed."""
 SUBJECTS = {"block": "transformer blocks, forward and backward", "train": "training steps", "gemm": "products"}
 IDEAL = "ideal"
 GIGA = 1e9
@@ -153,42 +153,19 @@ def baseline(found: Iterable[Curve], about: Mapping[str, Any]) -> str:
 def published(about: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """Name of a series here → x and FLOP/s, relative to the first, of the points that a paper prints."""
     given = about["published"]
-    if not given:
-        return {}
-    paper = paper_of(given["paper"])
-    found = {}
-    for name, theirs in given["series"].items():
-        points = []
-        for row in paper["row"]:
-            if row["series"] == theirs:
-                whole = {**paper.get("step", {}), "layers": paper.get("layers"), **row}
-                whole.setdefault("gpus", prod(row.get("axes", {}).values()))
-                sequence = whole.get("sequence") or paper["sequence"]
-                points.append((float(whole[given.get("x", "gpus")]), _speed(whole, int(sequence))))
-        points.sort()
-        found[name] = [(x, speed / points[0][1]) for x, speed in points]
-    return found
-
-
-def _speed(row: Mapping[str, Any], sequence: int) -> float:
-    """FLOP/s of a row, up to a factor that all rows of a series share: from FLOP/s, sequences per second, or seconds."""
-    flops = row["layers"] * (6 * row["hidden"] ** 2 + sequence * row["hidden"])  # of a sequence's products, in units of 4s
-    if "tflops" in row:
-        return float(row["tflops"] * row["gpus"])
-    if "sequences" in row:
-        return float(row["sequences"] * flops)
-    seconds = row.get("corrected", row.get("average"))
-    if seconds is None:
-        seconds = row["step"] / row["batch"] if "step" in row else row["forward"] + row["backward"]
-    return float(flops / seconds)
+    return (
+        {}
+        if OF_TABLES in given
+        else {name: [(x, speed) for x, speed in points] for name, points in given.get("series", {}).items()}
+    )
 
 
 def source(about: Mapping[str, Any]) -> str | None:
     """Where the published points are from."""
-    if not about["published"]:
-        return None
-    paper = paper_of(about["published"]["paper"])
-    return f"hollow: published ({paper['source'].partition(';')[0]}), relative to its own first point"
+    given = about["published"]
+    if OF_TABLES in given:
+        return f"not drawn: the published points, which lines of earlier versions name by the paper ({given[OF_TABLES]})"
+    return f"hollow: published ({given['source']}), relative to its own first point" if given else None
 
 
 def draw(figure: Any, result: Mapping[str, Any]) -> None:

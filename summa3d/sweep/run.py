@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..columns import aligned
+from ..columns import aligned, counted
 from ..errors import DataError, LaunchError, Summa3dError
 from ..files import from_json, replace_text
 from ..train.lease import Lease
@@ -32,8 +32,10 @@ export SUMMA3D_MPIEXEC=${{SUMMA3D_MPIEXEC:-srun --kill-on-bad-exit=1}}
 """
 
 
-def planned(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
+def planned(sweep: Sweep, tell: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[Point], list[Refusal]]:
     """The points of a sweep, and those that are refused, by scheme, grid, configuration or memory.
+
+    tell : is given how many points are checked, of how many
 
     Raises ClusterError for an unknown cluster, and for a dtype that it has no peak of.
     """
@@ -41,7 +43,8 @@ def planned(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
     cluster = predict.cluster_of(sweep)
     limit = sweep.memory or (0.0 if cluster is None else cluster["device.memory"])
     fitting = []
-    for point in points:
+    for number, point in enumerate(points):
+        tell(number, len(points))
         if cluster is not None and point.what != "gemm":
             cluster.peak(point.settings.dtype)  # raises the error of a dtype that the cluster does not know, before anything runs
         try:
@@ -85,8 +88,8 @@ class Runner:
             if status == 0 or not left:
                 return
             if not running and len(left) == len(todo):
-                raise LaunchError(f"the start of {count} ranks ended with status {status} before any point.")
-            self.say(f"the start of {count} ranks ended with status {status}; its race is run again, point by point.")
+                raise LaunchError(f"the start of {counted(count, 'rank')} ended with status {status} before any point.")
+            self.say(f"the start of {counted(count, 'rank')} ended with status {status}; its race is run again, point by point.")
             for point in left:
                 if point.id in running:
                     status, _ = self._started(count, ["--only", point.id])

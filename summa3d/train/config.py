@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf, isfinite, prod
@@ -15,7 +16,7 @@ from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
 from ..files import read_json, read_toml, replacing, titles, whole
-from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig
+from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig, named_models
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..node_support import MOST_SECONDS
@@ -32,17 +33,22 @@ SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
 GRID_AXES = ("x", "y", "z", "d", "dp", "pp")
 NOT_YET = {"cp": "context parallelism", "ep": "expert parallelism"}
 """Axes that are named, and not available yet → what they are for."""
+HIDDEN = {"chosen", *(f"grid.{name}" for name in NOT_YET)}
+"""Keys that nobody sets: what `summa3d train` writes for itself, and what is not there yet."""
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
 """What job systems send before they end a job, beside SIGTERM, and launchers pass on."""
 TOKEN_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 OPTIMIZERS = ("adamw", "muon")
+RATES = ("cosine", "linear", "constant", "wsd")
 ADJUSTMENTS = ("match_rms_adamw", "original")
 MOST_ITERATIONS = 99
 """Of Newton–Schulz, as in torch."""
 MOST_RANKS = 2**20
 """Of an axis."""
 NAMED_CONFIGS = Path(__file__).parent / "configs"
+OF_NAMED_MODELS: dict[str, Any] = {"dtype": "bfloat16", "train": {"batch": 512, "accumulate": 8}}
+"""Keys of the configuration that is a model's by name, beside `model` and `data`."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +221,10 @@ class TrainConfig:
     seed : of weights, batches and dropout masks
     learning_rate : the largest learning rate, which is reached after `warmup` steps
     warmup : steps in which the rate rises linearly from 0 to `learning_rate`
-    decay_to : the fraction of `learning_rate` that the rate has at the last step; it falls there along half a cosine
+    schedule : how the rate goes on after `warmup`: "cosine", half of one, or "linear", to `decay_to` at the last step;
+        "constant"; "wsd" (warm-up, stable, decay), constant and then linear to `decay_to` over the last `decay_steps`
+    decay_to : the fraction of `learning_rate` that the rate has at the last step
+    decay_steps : steps in which "wsd" lowers the rate; with 0, the last fifth of `steps`
     optimizer : "adamw"; "muon", for the matrices of blocks (table `train.muon`), with AdamW for embeddings, head and vectors
     weight_decay : decay of matrices; vectors (γ, β, biases) do not decay
     betas : AdamW's decay rates of the means of gradients and of their squares
@@ -241,7 +250,9 @@ class TrainConfig:
     accumulate: int = 1
     seed: int = 1
     learning_rate: float = 1e-3
+    schedule: str = "cosine"
     decay_to: float = 0.1
+    decay_steps: int = 0
     warmup: int = 20
     optimizer: str = "adamw"
     weight_decay: float = 0.1
@@ -264,9 +275,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise ConfigError(f"train.optimizer = {self.optimizer!r} is not known. Use one of {', '.join(OPTIMIZERS)}.")
+        if self.schedule not in RATES:
+            raise ConfigError(f"train.schedule = {self.schedule!r} is not known. Use one of {', '.join(RATES)}.")
         for name in ("steps", "batch", "accumulate", "evaluate_batches"):
             at_least(f"train.{name}", getattr(self, name), 1, LARGEST_SIZE if name == "batch" else inf)
-        for name in ("seed", "warmup", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):
+        for name in ("seed", "warmup", "decay_steps", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):
             at_least(f"train.{name}", getattr(self, name), 0, MOST_SECONDS if name == "watchdog" else inf)
         for name in ("learning_rate", "weight_decay", "clip", "peak_tflops"):
             at_least(f"train.{name}", getattr(self, name), 0)
@@ -278,6 +291,11 @@ class TrainConfig:
             )
         if not 0 <= self.decay_to <= 1:
             raise ConfigError(f"train.decay_to = {self.decay_to}; it is a fraction of train.learning_rate, in [0, 1].")
+        if self.decay_steps and (self.schedule != "wsd" or self.warmup + self.decay_steps > self.steps):
+            raise ConfigError(
+                f'train.decay_steps = {self.decay_steps} is of train.schedule = "wsd" (it is {self.schedule!r}), and with '
+                f"train.warmup = {self.warmup} at most train.steps = {self.steps}."
+            )
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"train.betas = {list(self.betas)}; both must lie in [0, 1).")
         if not 0 < self.epsilon < inf:
@@ -601,7 +619,8 @@ def load(source: str, assignments: Sequence[str] = ()) -> Config:
 
     Parameters
     ----------
-    source : the name of a configuration that is shipped with the package ("demo"), or the path of a TOML file
+    source : the name of a configuration that is shipped with the package ("demo"), of a model ("llama-7b"), or the path of a TOML
+        file
     assignments : overrides of the form ``key=value``, as of `--set`
 
     Raises ConfigError for a missing or unreadable file, an unknown key (naming the nearest known key), a value of a wrong type,
@@ -658,13 +677,20 @@ def to_table(config: Config) -> dict[str, Any]:
 
 
 def read_table(source: str) -> dict[str, Any]:
-    """The TOML table of a configuration that is shipped with the package, or of a file. Raises ConfigError as `load` does."""
-    path = Path(source)
+    """The TOML table of a configuration that is shipped, of a model by name, or of a file. Raises ConfigError as `load` does.
+
+    That of a model has no corpus: its tokenizer is of as many numbers as the model has tokens.
+    """
+    path, models = Path(source), named_models()
+    if source in models:
+        tokens = numbers_of(toml.build(ModelConfig, models[source], "model."))
+        return {**deepcopy(OF_NAMED_MODELS), "model": models[source], "data": {"tokenizer": tokens}}
     if path.suffix != ".toml" and path.name == source:
         path = NAMED_CONFIGS / f"{source}.toml"
     if not path.is_file():
         raise ConfigError(
-            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())})."
+            f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())}), "
+            f"nor a model ({', '.join(models)}). The nearest is {nearest(source, [*shipped(), *models])!r}."
         )
     try:
         return read_toml(path)

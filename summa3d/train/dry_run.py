@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from math import prod
@@ -13,6 +13,7 @@ import torch
 
 from ..comm.device.select import requested_device
 from ..comm.grid import Place
+from ..dry.bounds import bounded_products
 from ..dry.rank_classes import steps
 from ..dry.step import DryStep, Ending, Setting, Training
 from ..errors import ConfigError
@@ -38,6 +39,8 @@ from .precision import torch_dtype, working_weights
 MEBI, GIGA = 1 << 20, 1e9
 TERMS = ("parameters", "gradients", "optimizer", "activations", "workspace", "in_flight", "peak", "node")
 STAGE_TERMS = ("parameters", "activations", "peak")
+TellCounts = Callable[[int, int], None]
+"""Is told how many programs of ranks are traced, of how many."""
 CLIPPED = 0.5
 """What a dry step multiplies gradients by where the configuration clips them: any number but 1."""
 
@@ -55,6 +58,8 @@ class PlacedStep:
     peak : the most bytes that it holds at any time
     operations : kind → count, flops, and bytes read and written
     checkpoint : bytes of its file
+    products : of a block's weights and of the head: sizes of a micro-batch's, times in a step, words received in their layers,
+        and the sum of so many single products' bounds; `bound` is the sum of all
     ranks_per_node, node_axes, fullest_rank : consecutive ranks that share a node, the axes inside a node, and which rank it is
     stages : of a pipeline, what the fullest rank of each of its ranks holds, and what it receives on axis pp
     """
@@ -72,6 +77,8 @@ class PlacedStep:
     mean_bytes: Mapping[str, float]
     operations: Mapping[str, Mapping[str, int]]
     checkpoint: int
+    products: Sequence[Mapping[str, Any]]
+    bound: float
     stages: Sequence[Mapping[str, Any]] = ()
 
     @property
@@ -104,6 +111,16 @@ class Report(PlacedStep):
     device: str
     one_node: PlacedStep | None = None
 
+    @property
+    def placements(self) -> list[PlacedStep]:
+        """The step with its ranks on nodes in each way that it was asked for."""
+        return [self, *filter(None, [self.one_node])]
+
+    @property
+    def need(self) -> int:
+        """The most bytes that a rank holds at any time, its share of a node's memory included, in any placement."""
+        return max(one.bytes["peak"] + one.bytes["node"] for one in self.placements)
+
     def as_json(self) -> dict[str, Any]:
         """The fields, as ``summa3d train --dry-run --json`` prints them; those that say nothing are left out."""
         fields = asdict(self)
@@ -114,14 +131,14 @@ class Report(PlacedStep):
 
     def tables(self) -> tuple[Table, Table]:
         """Bytes by term, of the fullest rank and on the mean; then words, messages and bytes received by phase and axis."""
-        placements, columns = [self, *filter(None, [self.one_node])], [Column("MiB of a rank", list(self.bytes), left=True)]
+        placements, columns = self.placements, [Column("MiB of a rank", list(self.bytes), left=True)]
         for one in placements:
             fullest, mean = ([held[term] / MEBI for term in self.bytes] for held in (one.bytes, one.mean_bytes))
             columns.append(Column(f"rank {one.fullest_rank}, {one.carried_by(self.device)}", fullest, "{:,.2f}".format))
             columns.append(Column("mean", mean, "{:,.2f}".format))
-        pairs = zip(*((one.bytes, one.mean_bytes) for one in placements), strict=True)
-        most, mean = (max(held["peak"] + held["node"] for held in of) / MEBI for of in pairs)
-        need = f"needs at most {most:,.1f} MiB on a rank and {mean * self.ranks:,.1f} MiB on all ranks, beside Python itself"
+        share = max(one.mean_bytes["peak"] + one.mean_bytes["node"] for one in placements) / MEBI
+        all_ranks = f"{share * self.ranks:,.1f} MiB on all ranks, beside Python itself"
+        need = f"needs at most {self.need / MEBI:,.1f} MiB on a rank and {all_ranks}"
         grid = ",".join(f"{name}={size}" for name, size in self.grid.items())
         title = f"{self.scheme} on {self.ranks} rank(s), grid {grid}, {self.dtype}, recompute {self.recompute}"
         lines = [(phase, axis) for phase, axes in self.words.items() for axis in axes]
@@ -145,7 +162,7 @@ class Report(PlacedStep):
 
     def __str__(self) -> str:
         held, moved = self.tables()
-        return "\n\n".join(table.text() for table in (held, *self._of_stages(), self._operations(), moved))
+        return "\n\n".join(table.text() for table in (held, *self._of_stages(), self._operations(), self._products(), moved))
 
     def _of_stages(self) -> Iterator[Table]:
         """Yield the table of what the fullest rank of each rank of a pipeline holds, and what it receives on axis pp."""
@@ -165,12 +182,24 @@ class Report(PlacedStep):
         columns.append(Column("MiB", [one["bytes"] / MEBI for one in of], "{:,.2f}".format))
         return Table(f"{self.parameters:,} parameters; rank {self.fullest_rank} in a step", columns)
 
+    def _products(self) -> Table:
+        """Return the table of the products' words and bounds, and in its last line of all words of the step."""
+        rows, total = self.products, [self.total_words]
+        columns = [Column("product", [*(one["product"] for one in rows), "step"], left=True)]
+        for name in ("m", "n", "k", "times"):
+            columns.append(Column(name, [*(one[name] for one in rows), None], lambda size: "" if size is None else f"{size:,}"))
+        columns.append(Column("words", [one["words"] for one in rows] + total, "{:,}".format))
+        columns.append(Column("bound", [one["bound"] for one in rows] + [self.bound], "{:,.0f}".format))
+        title = "words received in the layers of products, and the sum of the bounds of single products"
+        return Table(title, columns)
+
 
 def dry_run(
     config: Config | ModelConfig | str | Path,
     grid: Mapping[str, int] | str | None = None,
     *,
     ranks_per_node: int | None = None,
+    tell: TellCounts = lambda done, total: None,
     **settings: Any,
 ) -> Report:
     """What a training step takes of each rank, found by running its own program on tensors without memory.
@@ -182,6 +211,7 @@ def dry_run(
     config : a configuration, the name of one that is shipped, the path of a TOML file; or a model, with the other keys' defaults
     grid : sizes of its axes, as {"x": 2, "z": 2} or "x=2,z=2", in place of the configuration's
     ranks_per_node : consecutive ranks that share a node's memory; without it, 1, and `Report.one_node` has all on one
+    tell : is given how many programs of ranks are traced, of how many
     settings : further keys of the configuration, as scheme="cuboid", train={"batch": 16} or **{"train.batch": 16}
 
     Returns
@@ -209,23 +239,25 @@ def dry_run(
         inner = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {key: value}
         for name, one in inner.items():
             toml.assign(table, name, one)
-    found = predict(from_table(table), ranks_per_node)
+    found = predict(from_table(table), ranks_per_node, tell)
     one_node = found.pop("one_node", None)
     return Report(**found, one_node=one_node and PlacedStep(**one_node))
 
 
-def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]:
+def predict(config: Config, ranks_per_node: int | None = None, tell: TellCounts = lambda done, total: None) -> dict[str, Any]:
     """What a step of the configuration would take on its grid, on any number of ranks.
 
     ranks_per_node : how many consecutive ranks share a node. Axes inside a node communicate through its memory, where blocks are
         read and summands added as they lie; the others through MPI, which takes more workspace. Without it, of a grid with every
         rank on a node of its own, and under "one_node" of one with all ranks on one. On a device NCCL carries all axes alike.
+    tell : as of `dry_run`
 
     Returns
     -------
     dict with `parameters` (of the whole model); of the fullest rank, `fullest_rank`: `flops` (of its products), `words` and
     `messages` received by phase and axis, the same in bytes (`received`), `bytes` by term (`DryStep.bytes`), `peak`, `operations`
-    (count, flops and bytes read and written, by kind), `checkpoint` (bytes of its file), `node_axes` (its axes inside a node;
+    (count, flops and bytes read and written, by kind), `products` and `bound` (`bounded_products`, and the sum of their bounds),
+    `checkpoint` (bytes of its file), `node_axes` (its axes inside a node;
     none where this machine's ranks cannot use a node's memory); `mean_bytes` over all ranks; and of a pipeline `stages`: for each
     of its ranks (pp) the fullest rank, the layers of its chunks, bytes of parameters, activations in flight and peak, and words
     and messages received on axis pp.
@@ -239,10 +271,10 @@ def predict(config: Config, ranks_per_node: int | None = None) -> dict[str, Any]
     found = {"scheme": config.scheme, "grid": config.grid.axes, "ranks": ranks, "dtype": config.dtype}
     on_device = requested_device(config.device) == "cuda"
     found |= {"recompute": config.recompute, "device": "cuda" if on_device else "cpu"}
-    found |= _placed(config, ranks_per_node or 1, on_device)
+    found |= _placed(config, ranks_per_node or 1, on_device, tell)
     if ranks_per_node is not None or ranks == 1 or on_device:
         return found
-    return found | {"one_node": _placed(config, ranks, False)}
+    return found | {"one_node": _placed(config, ranks, False, tell)}
 
 
 def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
@@ -334,15 +366,15 @@ class MatrixShares:
         return [matrix for p in hidden for matrix in matrices_of("", p.sharding, p.joined)]
 
 
-def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, Any]:
+def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCounts) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
     first = setting_of(config, 0, ranks_per_node, on_device)
     first.layouts.check(config.model, config.rows)
-    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config))}
+    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config), tell)}
     held = {rank: step.bytes() for rank, (step, _) in found.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])
     step, ranks = found[fullest][0], sum(many for _, many in found.values())
-    operations = step.operations()
+    operations, products = step.operations(), bounded_products(replace(first, rank=fullest), step)
     stages = {"stages": _by_stage(first, held, {rank: step for rank, (step, _) in found.items()})} if config.grid.pp > 1 else {}
     return {
         "parameters": step.elements,
@@ -358,6 +390,8 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool) -> dict[str, A
         "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in found.items()) / ranks for term in TERMS},
         "operations": operations,
         "checkpoint": step.checkpoint,
+        "products": [one._asdict() for one in products],
+        "bound": sum(one.bound for one in products),
         **stages,
     }
 

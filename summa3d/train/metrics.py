@@ -1,6 +1,6 @@
 """Metrics of a run: one line per step in metrics.jsonl, gathered over the ranks without blocking them, and sums over steps.
 
-Keys of a line: step, loss, grad_norm, lr, tokens_per_second, seconds, words_per_rank (the largest over ranks),
+Keys of a line: step, loss, grad_norm, learning_rate, tokens_per_second, seconds, words_per_rank (the largest over ranks),
 model_flops_per_second and mfu (see `StepWork`), arithmetic_share and idle_share; where words were moved, communication_share,
 waited_seconds and exposed_communication (see `CoreTime`); where they exist, validation_loss, loss_scale and skipped_steps.
 """
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..columns import counted
 from ..errors import ConfigError, DataError
 from ..files import from_json, no_follow, replacing, text_of
 from .utilization import StepWork
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from ..comm.profile.ledger import Ledger
 
-NUMBERS = ("lr", "tokens_per_second", "seconds", "words_per_rank", "loss", "grad_norm", "validation_loss")
+NUMBERS = ("learning_rate", "tokens_per_second", "seconds", "words_per_rank", "loss", "grad_norm", "validation_loss")
 """Keys of a line whose values are finite numbers, where there are any."""
 KIBI = 1024
 NO_WORK = StepWork()
@@ -36,7 +37,7 @@ NO_WORK = StepWork()
 
 @dataclass
 class StepMetrics:
-    """The measurements of one step on this rank; loss, grad_norm, lr and loss_scale are equal on every rank.
+    """The measurements of one step on this rank; loss, grad_norm, learning_rate and loss_scale are equal on every rank.
 
     `step` counts from 1. `loss_scale` and `skipped_steps` (of the run so far) are set by runs with dynamic loss scaling only.
     """
@@ -44,7 +45,7 @@ class StepMetrics:
     step: int
     loss: float
     grad_norm: float
-    lr: float
+    learning_rate: float
     tokens: int
     seconds: float = 0.0
     words: int = 0
@@ -148,7 +149,7 @@ class CoreTime:
         if self.communication is not None:
             shares.append(f"communication {self.communication:.0%}")
         waited = "" if self.waited is None else f" · waited {self.waited:,.2f} s"
-        return f"{', '.join(shares)}, idle {self.idle:.0%} of {self.cores} cores{waited}"
+        return f"{', '.join(shares)}, idle {self.idle:.0%} of {counted(self.cores, 'core')}{waited}"
 
     def brief(self) -> list[str]:
         """The use that is worth a look at every step: MFU, communication and model FLOP/s, as far as they are known."""
@@ -286,7 +287,7 @@ def line(step: StepMetrics, words: int, core_time: CoreTime) -> dict[str, Any]:
         "step": step.step,
         "loss": finite(step.loss),
         "grad_norm": finite(step.grad_norm),
-        "lr": step.lr,
+        "learning_rate": step.learning_rate,
         "tokens_per_second": step.tokens / step.seconds,
         "seconds": step.seconds,
         "words_per_rank": words,
@@ -319,7 +320,7 @@ def open_at(path: Path, resumed_at: int) -> Any:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl up to the first that is none: the last one may be incomplete.
+    """The lines of metrics.jsonl up to the first that is none: the last one may be incomplete. `lr` was learning_rate's name.
 
     Raises DataError where the file cannot be read.
     """
@@ -333,6 +334,8 @@ def read(path: Path) -> list[dict[str, Any]]:
             entry = from_json(line)
         except ValueError:
             break
+        if isinstance(entry, dict) and "lr" in entry:
+            entry["learning_rate"] = entry.pop("lr")
         if not _is_line(entry):
             break
         entries.append(entry)

@@ -146,17 +146,28 @@ def new_optimizer(states: Sequence[ParameterState], config: TrainConfig, grid: B
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """The learning rate of `step` (the first step is 1): linear warm-up, then half a cosine down to decay_to · peak.
+    """The learning rate of `step` (the first step is 1): linear warm-up, then as `schedule` says, down to decay_to · peak.
+
+    A stable phase with a decay at the end (wsd): Hu et al. 2024, MiniCPM; Hägele et al. 2024.
 
     >>> from summa3d.train.config import TrainConfig
     >>> config = TrainConfig(steps=100, warmup=10, learning_rate=1.0, decay_to=0.1)
     >>> [round(learning_rate(step, config), 3) for step in (1, 10, 55, 100)]
     [0.1, 1.0, 0.55, 0.1]
+    >>> config = TrainConfig(steps=100, warmup=10, learning_rate=1.0, schedule="wsd", decay_to=0.0)
+    >>> [round(learning_rate(step, config), 3) for step in (1, 10, 80, 90, 100)]
+    [0.1, 1.0, 1.0, 0.5, 0.0]
     """
     if step <= config.warmup:
         return config.learning_rate * step / config.warmup
-    done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
-    return config.learning_rate * (config.decay_to + (1 - config.decay_to) * (1 + cos(pi * done)) / 2)
+    if config.schedule == "constant":
+        return config.learning_rate
+    falls = config.steps - config.warmup
+    if config.schedule == "wsd":
+        falls = min(falls, config.decay_steps or max(1, config.steps // 5))
+    done = min(1.0, max(0, step - config.steps + falls) / max(1, falls))
+    left = (1 + cos(pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.learning_rate * (config.decay_to + (1 - config.decay_to) * left)
 
 
 def clip_factor(norm: float, limit: float, scale: float = 1.0) -> float:

@@ -6,6 +6,7 @@ import os
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..files import whole
@@ -88,6 +89,34 @@ class Progress:
         while len(line := " · ".join(parts)) > self._columns and len(parts) > 1:
             parts.pop()
         return line
+
+
+class Pulse:
+    """Says on stderr, at most every PLAIN_EVERY seconds, how far a command is that prints nothing until its end.
+
+    command : in whose name. speak : False on all ranks but one
+    """
+
+    def __init__(self, command: str, speak: bool = True) -> None:
+        self._command, self._speak = command, speak
+        self._began = self._last = time.monotonic()
+
+    def say(self, text: str) -> None:
+        """Say it, unless something was said, or the command begun, less than PLAIN_EVERY seconds ago."""
+        now = time.monotonic()
+        if self._speak and now - self._last >= PLAIN_EVERY:
+            self._last = now
+            print(f"summa3d {self._command}: {text}, {clock(now - self._began)} so far", file=sys.stderr, flush=True)
+
+    def of(self, what: str) -> Callable[[int, int], None]:
+        """What is told (how many are done, of how many), and says so of `what`, and the time that is left if all take as long."""
+        began = time.monotonic()
+
+        def tell(done: int, total: int) -> None:
+            left = f", about {clock((time.monotonic() - began) / done * (total - done))} left" if done else ""
+            self.say(f"{what} {min(done + 1, total)} of {total}{left}")
+
+        return tell
 
 
 SILENT = Progress(0, speak=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
+import numpy
 import pytest
 import torch
 from any_layouts import random_case, stored
@@ -11,6 +12,7 @@ from any_layouts import random_case, stored
 from summa3d.autograd import matmul, product
 from summa3d.comm.grid import Grid, Place
 from summa3d.errors import GridError, ShapeError
+from summa3d.gemm import plan_syrk
 from summa3d.gemm.any_layout.planned import plan_any
 from summa3d.gemm.matrix import DistMatrix
 
@@ -79,3 +81,30 @@ def test_a_plan_of_another_grid_or_of_two_or_without_gradients_is_refused(comm, 
     bound = product(plan_any("m:x k", "k n", 4, 4, 4, grid), grid)
     with pytest.raises(ShapeError, match="The block of A has shape"):
         matmul(torch.zeros(3, 4), torch.zeros(4, 4), bound)
+
+
+@pytest.mark.mpi(sizes=(4, 6))
+@pytest.mark.parametrize("form", ["nt", "tn"])
+def test_a_product_of_one_matrix_has_torchs_gradient_and_so_has_the_general_one(comm, make_grid, form):
+    grid = make_grid(x=2, y=comm.size // 2)
+    shape = (11, 7) if form == "nt" else (7, 11)
+    a, dc = (torch.from_numpy(numpy.random.default_rng(seed).standard_normal(size)) for seed, size in ((1, shape), (2, (11, 11))))
+    a.requires_grad_()
+    want = a @ a.T if form == "nt" else a.T @ a
+    want.backward(dc)
+    for layout, to in (("0 1:x @y=1", "m n"), ("0 1:(y,x)", "m:y n"), ("0:x 1:y", None)):
+        plan = plan_syrk(layout, 11, 7, grid, to, form)
+        found = []
+        for one in (plan, plan.general):
+            own, bound = block_of(a, grid, plan.a.layout), product(one, grid)
+            with grid.ledger.watch() as moved:
+                c = matmul(own, own, bound)
+            assert moved.words == one.words_of(comm.rank)
+            c.backward(block_of(dc, grid, plan.c.layout).detach())
+            assert is_block_of(c.detach(), grid, plan.c.layout, want) and is_block_of(own.grad, grid, plan.a.layout, a.grad)
+            found.append(own.grad)
+        assert torch.equal(*found)
+    with pytest.raises(ShapeError, match="are two tensors"):
+        matmul(own, own.detach().clone(), product(plan, grid))
+    with pytest.raises(ShapeError, match="leaves C packed"):
+        product(plan_syrk("m:x k:y", 11, 7, grid, storage="lower"), grid)

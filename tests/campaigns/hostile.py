@@ -474,7 +474,7 @@ def option_cases(chooser: random.Random) -> Iterator[Case]:
     options = {
         "generate": ["--tokens", "--temperature", "--seed", "--prompt", "--top-k"],
         "gemm": ["--m", "--n", "--k", "--grid", "--panel", "--repeats", "--dtype", "--alpha"],
-        "plan": ["--paper", "--plots"],
+        "plan": ["--rows", "--plots"],
         "train": ["--ranks", "--run", "--trace", "--ranks-per-node"],
     }
     start = {

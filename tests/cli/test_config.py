@@ -11,10 +11,14 @@ import pytest
 
 from summa3d.cli import main as entry
 from summa3d.cli.config import commented, keys
-from summa3d.errors import GridError
+from summa3d.cluster import load as cluster
+from summa3d.errors import ConfigError, DataError, GridError
 from summa3d.nn.choose import choose
+from summa3d.nn.config import named_models
+from summa3d.plan.search.request import request
 from summa3d.train import config as configuration
 from summa3d.train import toml
+from summa3d.train.data import corpus
 from summa3d.train.dry_run import predict
 
 if sys.version_info >= (3, 11):
@@ -43,6 +47,15 @@ def test_a_commented_file_is_the_configuration_again(name: str) -> None:
     assert read == table and configuration.from_table(read) == configuration.from_table(table)
     every = re.sub(r"^# (\w+ = )(?!none$)", r"\1", text, flags=re.MULTILINE)
     assert configuration.from_table(tomllib.loads(every)) == configuration.from_table(table)  # the defaults are those
+
+
+def test_what_nobody_sets_is_not_listed_but_found_by_name_and_kept_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["config"]) == 0
+    said = capsys.readouterr().out
+    assert "grid.x" in said and not any(f"\n{name} =" in said for name in configuration.HIDDEN) and "not available" not in said
+    assert entry.main(["config", "grid.cp"]) == 0
+    assert "not available yet" in capsys.readouterr().out
+    assert "# cp" not in commented({}) and 'chosen = "grid"' in commented({"chosen": "grid"})
 
 
 def test_a_key_a_table_and_a_file_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,6 +98,27 @@ def test_a_shipped_configuration_has_grids_of_many_numbers_of_ranks(name: str) -
         except GridError:
             fits.append(None)
     assert None not in fits[:7], fits
+
+
+def test_every_model_that_is_planned_by_name_is_a_configuration_of_the_same_sizes() -> None:
+    assert not {*named_models()} & {*configuration.shipped()}
+    for name in named_models():
+        config = configuration.load(name)
+        assert config.model == request([name], 1, cluster("selene")).config.model
+        assert config.data.vocabulary == config.model.vocabulary and config.rows % 64 == 0
+
+
+def test_a_model_by_name_is_shown_taken_dry_and_trained_on_a_corpus_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    assert entry.main(["config", "gpt3-1.3b"]) == 0
+    shown = tomllib.loads(capsys.readouterr().out)
+    assert shown["model"]["hidden"] == 2048 and shown["data"] == {"tokenizer": "numbers:51200"}
+    config = configuration.load("llama2-70b", ["model.layers=1", "grid.x=3", "grid.y=2", "train.batch=48"])
+    assert predict(config, ranks_per_node=6)["parameters"] == 2 * 32000 * 8192 + 8192 * (2.25 * 8192 + 3 * 28672 + 3)
+    with pytest.raises(DataError, match=r"(?s)no corpus\..*data\.path and data\.tokenizer"):
+        corpus.check(config.data)
+    corpus.check(configuration.load("llama2-70b", ["data.tokenizer=bpe:32000"]).data)
+    with pytest.raises(ConfigError, match="nearest is 'llama2-70b'"):
+        configuration.load("lama2-70b")
 
 
 def test_a_text_of_any_characters_is_toml_that_reads_as_the_same_text() -> None:

@@ -17,7 +17,7 @@ import pytest
 from summa3d.bench import capacity
 from summa3d.cli import gemm as command
 from summa3d.comm.grid import Place
-from summa3d.gemm import CuboidPlan, plan_any, volume
+from summa3d.gemm import CuboidPlan, plan_any, plan_syrk, volume
 from summa3d.gemm.algorithms.registry import algorithm
 
 FIELDS = {
@@ -164,12 +164,26 @@ def test_a_plan_of_layouts_is_printed_with_its_alternatives_and_nothing_runs():
     assert [done.stdout for done in jobs.commands([commands[0]], 2)] == [free.stdout]
 
 
+def test_a_product_of_one_matrix_is_planned_dry_and_measured_on_ranks_with_the_words_of_its_plan():
+    sizes = ["gemm", "--m", "37", "--n", "37", "--k", "29", "--symmetric", "--grid", "x=2,y=1"]
+    dry = subprocess.run([jobs.python(), "-m", "summa3d", *sizes, "--dry"], capture_output=True, text=True, check=True)
+    plan = plan_syrk("m:x k:y", 37, 29, Place({"x": 2, "y": 1}))
+    assert dry.stdout == f"{plan}\n" and f"{plan.general.words:,}" in dry.stdout
+    (done,) = jobs.commands([[*sizes, "--repeat", "2", "--json"]], 2)
+    found = json.loads(done.stdout)
+    assert found["measured_words"]["whole"] == found["max_words"] == plan.max_words and found["difference"] < 1e-14
+    assert (found["general"]["words"], found["c_layout"]) == (plan.general.words, str(plan.c.layout))
+    assert all(len(times) == 2 for times in found["seconds"].values())
+
+
 BAD = [
     (["--grid", "x=2,y=2,z=2"], "GridError: Grid x=2,y=2,z=2 has 8 places, but there are 2 ranks."),
     (["--grid", "two"], "summa3d gemm: argument --grid: 'two' is not a grid; write it as x=2,y=2,z=2; see summa3d help gemm\n"),
     (["--grid", "x=2,w=1"], "ConfigError: --grid names axis 'w'; the axes of cuboid are x, y, z."),
     (["--grid", "x=2", "--m", "0"], "ConfigError: --m is 0; it must be at least 1."),
     (["--grid", "x=1,y=0"], "GridError: Axis y has size 0"),
+    (["--symmetric", "--m", "3"], "ConfigError: --symmetric multiplies one matrix with its own transpose: --m 3 and --n"),
+    (["--symmetric", "--check"], "ConfigError: --check is not of a product of one matrix"),
     (["--grid", "x=2", "--m", "9" * 99], "is beyond ±(2^63 − 1); see summa3d help gemm\n"),
     (["--algorithm", "all"], "`summa3d bench gemm … --algorithm all` compares all of them; see summa3d help gemm\n"),
     (["--grid", "x=2,x=1"], "'x=2,x=1' is not a grid"),

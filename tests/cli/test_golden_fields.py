@@ -19,6 +19,7 @@ import small_runs
 
 from summa3d.bench import fitted
 from summa3d.cli import main as entry
+from summa3d.cli.plan import MovedOption
 
 FILE = Path(__file__).with_name("golden_fields.json")
 PRODUCT = ("--m", 16, "--n", 12, "--k", 8)
@@ -29,7 +30,7 @@ SWEEPS = {
     "gemm": "base = {m = 16, n = 12, k = 8}\nvary.algorithm = ['cuboid', 'summa']",
     "block": (
         "base = {model = {hidden = 24, heads = 6, sequence = 8, layers = 1}, train.batch = 4, grid = 'fewest'}\n"
-        "vary.scheme = ['oned', 'cuboid']\npublished = {paper = 'optimus', series = {oned = 'strong, 1-D'}}"
+        "vary.scheme = ['oned', 'cuboid']\npublished = 'points.toml'"
     ),
 }
 
@@ -38,6 +39,8 @@ def options(parser: argparse.ArgumentParser) -> Iterator[tuple[str, Any]]:
     """Yield the options of a parser and of its subcommands, and what a user reads of them."""
     of = []
     for action in parser._actions:
+        if isinstance(action, MovedOption):
+            continue
         if isinstance(action, argparse._SubParsersAction):
             for one in action.choices.values():
                 yield from options(one)
@@ -71,6 +74,7 @@ def on_ranks(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield what commands print on two ranks, one after the other in one job, and the lines of sweeps."""
     settings = small_runs.assignments(small_runs.write_corpus(folder / "corpus.txt"), grid__y=2, train__steps=2)
     sizes = ("--hidden", 24, "--heads", 6, "--sequence", 8, "--batch", 4)
+    (folder / "points.toml").write_text('source = "there"\nseries.oned = [[1, 1.0], [2, 1.5]]\n')
     for what, text in SWEEPS.items():
         shape = f"kind = 'strong'\nwhat = '{what}'\nranks = [2]\nrounds = 1\ncluster = 'host'\n"
         (folder / f"{what}.toml").write_text(shape + text)

@@ -131,8 +131,9 @@ def test_without_torch_a_command_says_in_one_line_what_installs_it_and_others_wo
     assert lines[-1] == "0 0" and any(line.startswith("train.steps = 300") for line in lines)
 
 
-@pytest.mark.parametrize("words", ["gemm --m 4 --n 4 --k 4", "plan --paper optimus", "help sweep"])
+@pytest.mark.parametrize("words", ["gemm --m 4 --n 4 --k 4", "plan --rows papers/rows/nemo.json", "help sweep"])
 def test_without_an_mpi_library_a_command_says_what_installs_it(words: str) -> None:
+    words = words.replace("papers/", f"{pages.ROOT}/papers/")
     ended = jobs.run_serial(["-m", "summa3d", *words.split()], {"MPI4PY_LIBMPI": "/nonexistent/libmpi.so"}, fresh=True)
     assert ended.status == 1 and ended.stderr.startswith("LaunchError: mpi4py cannot load an MPI library: ")
     assert "pip install 'summa3d[mpi]'" in ended.stderr and "Traceback" not in ended.stderr

@@ -226,7 +226,7 @@ MISFITS = [
     (("train.accumulate=5",), "train.batch 24 cannot be divided into train.accumulate = 5 equal micro-batches. Values of"),
     (("grid.dp=5",), "grid.dp = 5 replicas. Batches that fit: 20, 25, 30. Values of grid.dp that fit batch 24: 1, 2, 3, 4, 6"),
     ((*PIPELINE, "train.accumulate=2"), "2 is no multiple of 4. Numbers of micro-batches that fit: 4. Schedule 1f1b takes any."),
-    (("grid.pp=2", "model.layers=1"), "1 layers cannot fill the 2 stages of 2 pipeline ranks × 1 chunks. What fits: 1 ranks"),
+    (("grid.pp=2", "model.layers=1"), "1 layer cannot fill the 2 stages of 2 pipeline ranks × 1 chunk. What fits: 1 rank"),
     (
         ("grid.pp=2", "grid.dp=2", "grid.y=2", "scheme=oned"),
         "Grid x=1,y=2,z=1,dp=2,pp=2 has 8 places, but there are 6 ranks. Start 8 ranks, or choose a grid of 6: ",

@@ -105,13 +105,13 @@ def test_words_of_a_plan_are_the_sums_of_redistributions_and_of_the_scatter():
         fetched = sum(np.array([fetch.words_of(rank) for rank in range(len(plan.space))]) for fetch in plan.fetches)
         delivered = [[step.words_of(rank) for rank in range(len(plan.space))] for step in plan.deliveries]
         fine = [prod(Placement(plan.c.layout, plan.space.shape, plan.space.points).local_shape(plan.c.shape, 0))]
-        if plan.how in ("rows", "columns") and plan.deliveries:
+        if plan.how.kind == "scattered" and plan.deliveries:
             source = plan.deliveries[0].source
             fine = [prod(source.local_shape(plan.c.shape, rank)) for rank in range(len(plan.space))]
-        elif plan.how in ("rows", "columns"):
+        elif plan.how.kind == "scattered":
             here = Placement(plan.c.layout, plan.space.shape, plan.space.points)
             fine = [prod(here.local_shape(plan.c.shape, rank)) for rank in range(len(plan.space))]
-        summed = (plan.summed - 1) * np.array(fine) if plan.how in ("rows", "columns") else 0
+        summed = (plan.summed - 1) * np.array(fine) if plan.how.kind == "scattered" else 0
         words = fetched + summed + np.array(delivered, int).reshape(-1, len(plan.space)).sum(0)
         assert [plan.words_of(rank) for rank in range(len(plan.space))] == np.broadcast_to(words, len(plan.space)).tolist()
 

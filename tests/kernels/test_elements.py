@@ -9,23 +9,29 @@ from summa3d.kernels import reference
 from summa3d.kernels.mask import Mask
 from torch.nn import functional
 
-from summa3d.nn.random import keep_mask, key
+from summa3d.layout.random import key
+from summa3d.nn.random import keep_mask
 
-FORMS = ["tanh", "none"]
+GELU = {"gelu_tanh": "tanh", "gelu": "none"}
+FORMS = [*GELU, "relu2"]
 SIXTEEN = [torch.bfloat16, torch.float16]
+
+
+def plain(x, form):
+    return functional.relu(x) ** 2 if form == "relu2" else functional.gelu(x, approximate=GELU[form])
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "plain"])
-def test_bias_gelu_and_its_gradients_are_torchs(fused, dtype, form, biased):
+def test_bias_activation_and_its_gradients_are_torchs(fused, dtype, form, biased):
     for rows, columns in SHAPES:
         x, grad = (normal(rows, columns, dtype=dtype, seed=seed, scale=2) for seed in (1, 2))
         bias = normal(columns, dtype=dtype, seed=3) if biased else None
         wide = [leaf(t) for t in ([x, bias] if biased else [x])]
-        want = functional.gelu(sum(wide), approximate=form)
+        want = plain(sum(wide), form)
         want.backward(grad.double())
-        assert_close(fused.bias_gelu(x, bias, form), want.detach(), dtype)
-        of_x, of_bias = fused.bias_gelu_gradient(grad, x, bias, form)
+        assert_close(fused.bias_activation(x, bias, form), want.detach(), dtype)
+        of_x, of_bias = fused.bias_activation_gradient(grad, x, bias, form)
         assert_close(of_x, wide[0].grad, dtype)
         if biased:
             assert_close(of_bias, wide[1].grad, dtype, times=4)  # a sum cancels
@@ -37,20 +43,23 @@ def test_rows_apart_and_of_three_dims_are_read_where_they_lie(fused, dtype):
     joined, grads = (normal(4, 5, 3 * 19, dtype=dtype, seed=seed) for seed in (4, 5))
     x, grad, bias = joined[..., 19:38], grads[..., 3:22], normal(19, dtype=dtype, seed=6)
     want = torch.ops.aten.gelu_backward(grad.double(), x.double() + bias.double(), approximate="tanh")
-    of_x, of_bias = fused.bias_gelu_gradient(grad, x, bias, "tanh")
-    assert_close(fused.bias_gelu(x, bias, "tanh"), functional.gelu(x.double() + bias.double(), approximate="tanh"), dtype)
+    of_x, of_bias = fused.bias_activation_gradient(grad, x, bias, "gelu_tanh")
+    assert_close(
+        fused.bias_activation(x, bias, "gelu_tanh"), functional.gelu(x.double() + bias.double(), approximate="tanh"), dtype
+    )
     assert_close(of_x, want, dtype)
     assert_close(of_bias, want.sum((0, 1)), dtype, times=4)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_gelu_far_out_and_of_nothing_finite_is_as_torchs(fused, form):
+def test_an_activation_far_out_and_of_nothing_finite_is_as_torchs(fused, form):
     x = torch.tensor([-torch.inf, -200, -30, -9, -5, 0, 5, 9, 30, 200, torch.inf, torch.nan], device=DEVICE)
-    want = reference.bias_gelu(x.double(), None, form).float()
-    assert torch.allclose(fused.bias_gelu(x[None], None, form)[0][1:], want[1:], rtol=1e-5, atol=1e-6, equal_nan=True)
-    slope = torch.ops.aten.gelu_backward(torch.ones(10, dtype=torch.float64, device=DEVICE), x[1:11].double(), approximate=form)
-    got, _ = fused.bias_gelu_gradient(torch.ones_like(x)[None, 1:10], x[None, 1:10], None, form)
-    assert torch.allclose(got[0].double(), slope[:9], rtol=1e-5, atol=1e-6)
+    want = reference.bias_activation(x.double(), None, form).float()
+    assert torch.allclose(fused.bias_activation(x[None], None, form)[0][1:], want[1:], rtol=1e-5, atol=1e-6, equal_nan=True)
+    wide = leaf(x[1:11])
+    plain(wide, form).sum().backward()
+    got, _ = fused.bias_activation_gradient(torch.ones_like(x)[None, 1:10], x[None, 1:10], None, form)
+    assert torch.allclose(got[0].double(), wide.grad[:9], rtol=1e-5, atol=1e-6)
 
 
 def test_swiglu_and_its_gradients_are_torchs(fused, dtype):

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from summa3d.errors import ConfigError
+from summa3d.layout.random import bits, key
 from summa3d.nn import Linear, scheme
-from summa3d.nn.random import bits, keep_mask, key, normal_
+from summa3d.nn.random import keep_mask, normal_
 
 
 def whole(shape):

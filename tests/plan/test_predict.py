@@ -18,7 +18,7 @@ from summa3d.parallel.schedule import build
 from summa3d.parallel.simulate import timeline
 from summa3d.plan.cells import BLOCK, Cell
 from summa3d.plan.formulas import bubble, days, days_by_parameters, hardware_flops, model_flops, parameters
-from summa3d.plan.predict import Fast, PredictedStep
+from summa3d.plan.predict import PredictedStep
 
 CLUSTER = load("longhorn").replaced(
     {
@@ -58,7 +58,6 @@ def test_few_simulated_micro_batches_are_the_whole_simulation(p: int, m: int, v:
     assert parts["F", p * v - 1] != parts["F", 0] != parts["B", 0]
     full = timeline(build(whole.schedule, p, m, v), of_stages=parts).time
     assert whole.pipeline(CLUSTER) == pytest.approx(full)
-    assert Fast(whole, CLUSTER).seconds(CLUSTER) == pytest.approx(full)
 
 
 def test_a_stage_sends_onwards_and_back_to_neighbours_on_other_ranks() -> None:

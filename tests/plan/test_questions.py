@@ -10,6 +10,7 @@ from typing import Any
 import jobs
 import pytest
 
+from summa3d.cli import main as entry
 from summa3d.cluster import load, read_text
 from summa3d.errors import ClusterError, ConfigError
 from summa3d.plan import questions
@@ -88,3 +89,35 @@ def test_a_faster_network_never_makes_the_fastest_plan_slower() -> None:
 def test_what_cannot_be_asked_is_one_line(words: tuple[str, ...], said: str) -> None:
     ended = jobs.run_serial(["-m", "summa3d", "plan", *MODEL, *words], fresh=True)
     assert ended.status == 1 and said in ended.stderr.splitlines()[-1], ended.stderr
+
+
+def test_wrong_input_is_answered_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    search = ["--model", "demo", "--cluster", "selene", "--ranks", "4", "--batch", "8"]
+    for words, message in (
+        ([], "say what to plan"),
+        ([*search, "--plots", "figures"], "--plots draws several counts"),
+        ([*search, "--top", "0"], "--top is 0"),
+        ([*search, "--explain", "0"], "--explain is 0"),
+        ([*search, "--explain", "1", "--json"], "--explain prints text"),
+    ):
+        assert entry.main(["plan", *words]) == 1
+        error = capsys.readouterr().err
+        told = [line for line in error.splitlines() if not line.startswith("summa3d plan: ")]
+        assert message in error and len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["--paper", "optimus", "--json"], "python -m papers NAME"),
+        (["--paper"], "python -m papers NAME"),
+        (["formulas", "--layers", "2", "--hidden", "8", "--costs", "64"], "python -m papers formulas --hidden H --costs …"),
+    ],
+)
+def test_an_option_that_is_no_longer_here_says_what_to_type(
+    words: list[str], now: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        entry.main(["plan", *words])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and f"type `{now}`" in error and error.count("\n") == 1

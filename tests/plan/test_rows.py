@@ -302,6 +302,13 @@ def test_the_order_is_spearmans_and_kendalls() -> None:
     assert found["spearman"] == pytest.approx(0.8) and found["kendall"] == pytest.approx(4 / 6)
     assert found["kendall_by_chance"] == pytest.approx(1.645 * (2 * 13 / (9 * 4 * 3)) ** 0.5)
     assert judge.order([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])["spearman"] is None
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(7)
+    for many in (3, 8, 31):
+        first, second = ([float(draw.randrange(6)) for _ in range(many)] for _ in range(2))  # many are equal
+        found = judge.order([0.5, *first], [*second, 0.5])
+        assert found["spearman"] == pytest.approx(stats.spearmanr([0.5, *first], [*second, 0.5])[0])
+        assert found["kendall"] == pytest.approx(stats.kendalltau([0.5, *first], [*second, 0.5])[0])
 
 
 def test_nemos_rows_are_near_on_the_command_line(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from summa3d.cluster import Cluster, load
 from summa3d.dry.record import ENTER, LEAVE
 from summa3d.dry.step import Rank
 from summa3d.errors import ClusterError, ConfigError
-from summa3d.nn.config import ModelConfig
+from summa3d.nn.config import ModelConfig, named_models
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.search import command
 from summa3d.plan.search import store as kept
@@ -33,7 +33,7 @@ from summa3d.plan.search.explain import explain
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import extent, memory
 from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Era, OuterGrid, Plan, PlanTable, Space, columns, refused, tiles
-from summa3d.plan.search.request import bytes_of, models, request, space_of
+from summa3d.plan.search.request import bytes_of, request, space_of
 from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.store import Store, file_of
 from summa3d.plan.search.timing import Times, elements_of
@@ -77,7 +77,7 @@ def test_an_explanation_names_the_least_change_that_puts_a_plan_first_and_what_a
     search = PlanSearch(SPACE, Times(cluster, Store()), LIMIT, 4)
     found = search.run(lambda *state: None)
     first, number = found.best[0], next(place for place, one in enumerate(found.best, 1) if one.plan.pp > 1)
-    one, said = found.best[number - 1], "\n".join(explain(found, number, search.times.store))
+    one, said = found.best[number - 1], "\n".join(explain(found, number, search.times))
 
     def seconds(key: str, factor: float) -> list[float]:
         times = Times(cluster.replaced({key: cluster[key] * factor}, "assumed"), search.times.store)
@@ -125,7 +125,7 @@ def is_possible(cluster: Cluster, key: str, factor: float) -> bool:
 def test_a_plan_that_was_not_kept_is_refused_before_any_is_printed(searched: tuple[PlanSearch, Any]) -> None:
     search, found = searched
     with pytest.raises(ConfigError, match="--explain 99: the plans that are kept are 1 to 3"):
-        explain(found, 99, search.times.store)
+        explain(found, 99, search.times)
 
 
 @pytest.mark.parametrize(("scheme", "unit", "axes"), [("oned-sp", 1, {"y": 2}), ("summa", 2, {"x": 2, "y": 2})])
@@ -367,7 +367,9 @@ def test_a_written_plan_has_the_bytes_of_its_dry_run(
     assert f"written: {folder}/plan.toml" in said and "cells traced" in said
     first = found["plans"][0]
     assert [one["rank"] for one in found["plans"]] == [1, 2] and first["seconds"] <= found["plans"][1]["seconds"]
-    assert 0 < first["mfu"] <= first["hfu"] < 1 and first["memory"]["limit"] == 70 * 2**30
+    assert 0 < first["mfu"] <= first["hfu"] < 1 and first["memory"]["limit"] == found["memory"]["limit"] == round(
+        70 * 2**30 * 0.96 - 1.2 * 2**30
+    )
     assert found["rule"]["seconds"] >= first["seconds"] * 0.999
     config = configuration.load(str(folder / "plan.toml"))
     assert config.scheme == "oned-sp" and config.grid.axes["y"] == first["config"]["grid.y"] and config.replicas.zero == zero
@@ -471,7 +473,15 @@ def test_what_nothing_fits_names_each_familys_reasons(cache: Path) -> None:
             bytes_of(wrong)
 
 
-@pytest.mark.parametrize("more", [["family=bert", "vocabulary=64"], ["family=bert", "sequence=512"], ["family=vit", "image=28"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["family=bert", "vocabulary=64"],
+        ["family=bert", "sequence=512"],
+        ["family=vit", "image=28"],
+        ["kv_heads=1", "activation=relu2"],
+    ],
+)
 def test_a_model_of_every_family_is_planned_without_a_configuration(cache: Path, more: list[str]) -> None:
     asked = request(["layers=2", "hidden=64", "heads=4", *more], 8, CLUSTER)
     space = space_of(asked, CLUSTER, 2, 8, "now", ["scheme=cuboid", "recompute=none", "x=2"], [])
@@ -486,7 +496,7 @@ def test_a_configuration_without_a_model_is_planned_with_the_default_one(tmp_pat
 
 
 def test_every_named_model_is_one_and_every_scheme_is_searched() -> None:
-    for name in models():
+    for name in named_models():
         assert request([name], 8, CLUSTER).config.model.layers > 1
     every = Space(ModelConfig(layers=8, hidden=512, heads=16, sequence=64), 64, 64, "bfloat16", "cuda", (8,))
     found = [*plans(every)]

@@ -220,5 +220,5 @@ def test_ranks_that_die_before_they_measure_anything_end_the_sweep(tmp_path: Pat
     from summa3d.sweep.run import Runner
 
     sweep = read(from_toml(FILE))
-    with pytest.raises(LaunchError, match="the start of 1 ranks ended with status 127 before any point"):
+    with pytest.raises(LaunchError, match="the start of 1 rank ended with status 127 before any point"):
         Runner(sweep, tmp_path, lambda ranks, options: 127, print).run(expand(sweep)[0], [1, 2])

@@ -91,7 +91,7 @@ def test_grids_are_the_planners_those_of_fewest_words_every_one_or_those_of_a_li
     assert {tuple(point.axes.values()) for point in every} >= {(4, 1, 1), (2, 2, 1), (1, 2, 2)}
     listed, refused = expand(blocks(vary={"scheme": ["cuboid"], "grid": ["x=2,y=2", {"z": 2}]}))
     assert [point.axes for point in listed] == [{"z": 2}, {"x": 2, "y": 2}]
-    assert [(one.ranks, str(one.error)) for one in refused] == [(1, "none of the grids that are listed has 1 ranks.")]
+    assert [(one.ranks, str(one.error)) for one in refused] == [(1, "none of the grids that are listed has 1 rank.")]
     staged, _ = expand(blocks(what="train", config="demo", ranks=[4], base={**MODEL, "grid": {"pp": 2}, "model": {"layers": 2}}))
     assert staged[0].axes["pp"] == 2 and prod(staged[0].axes.values()) == 4
 

@@ -25,8 +25,9 @@ base = {model = {hidden = 24, heads = 6, sequence = 8, layers = 1}, train.batch 
 vary.scheme = ["oned", "cuboid"]
 rounds = 2
 cluster = "frontera-rtx"
-published = {paper = "optimus", series = {oned = "strong, 1-D"}}
+published = "points.toml"
 """
+POINTS = 'source = "a page"\nseries.oned = [[1, 1.0], [2, 1.5]]\n'
 STEPS = """
 kind = "grid"
 what = "train"
@@ -59,7 +60,7 @@ base = {grid.y = 2, model.heads = 3}
 def written(folder: Path) -> dict[str, str]:
     """Name → path of the files of both sweeps; the corpus beside them."""
     texts = {"blocks": BLOCKS, "steps": STEPS.replace("CORPUS", str(folder / "corpus.txt"))}
-    for name, text in texts.items():
+    for name, text in {**texts, "points": POINTS}.items():
         (folder / f"{name}.toml").write_text(text)
     return {name: str(folder / f"{name}.toml") for name in texts}
 
@@ -123,14 +124,33 @@ def test_steps_move_the_words_of_their_dry_run_however_they_are_divided(comm: An
     assert "efficiency" not in rows[0] and {row["train.accumulate"] for row in rows} == {"1", "2"}
 
 
-def test_published_points_are_the_papers_rows_relative_to_the_first() -> None:
-    from summa3d.sweep.report import published
+def test_published_points_are_read_from_beside_the_sweep_or_from_where_a_word_says(tmp_path: Path) -> None:
+    from summa3d.sweep.file import load
+    from summa3d.sweep.report import published, source
 
-    found = published({"published": {"paper": "optimus", "series": {"ours": "strong, 2-D"}}})["ours"]
-    printed = [(4, 0.1888 + 0.5691), (16, 0.1950 + 0.5704), (36, 0.1625 + 0.4764), (64, 0.1253 + 0.3716)]
-    assert found == [(ranks, pytest.approx(printed[0][1] / seconds, rel=1e-3)) for ranks, seconds in printed]
-    figure = published({"published": {"paper": "ptdp-fig17", "series": {"a": "with"}, "x": "batch"}})["a"]
-    assert figure[:2] == [(1, 1.0), (2, pytest.approx(0.95 / 0.6))]
+    (tmp_path / "points.toml").write_text(POINTS)
+    (tmp_path / "one.toml").write_text(BLOCKS)
+    sweep = load(str(tmp_path / "one.toml"))
+    other = load("product-strong", [f"published={tmp_path / 'points.toml'}"])
+    for found in (sweep, other):
+        assert published({"published": dict(found.published)}) == {"oned": [(1, 1.0), (2, 1.5)]}
+    assert source({"published": dict(sweep.published)}) == "hollow: published (a page), relative to its own first point"
+    old = {"published": {"paper": "optimus", "series": {"oned": "strong, 1-D"}}}
+    assert published(old) == {} and "not drawn" in str(source(old))
+
+
+@pytest.mark.parametrize(
+    "text", ["series.a = [[1, 1.0]]", 'source = "a"\nseries.a = [[1]]', 'source = "a"\nseries.a = [[1, 0]]', "source = 'a'"]
+)
+def test_a_file_without_published_points_is_told_what_to_hold(tmp_path: Path, text: str) -> None:
+    from summa3d.errors import ConfigError
+    from summa3d.sweep.file import load
+
+    (tmp_path / "points.toml").write_text(text)
+    with pytest.raises(ConfigError, match="has no published points; write source"):
+        load("product-strong", [f"published={tmp_path / 'points.toml'}"])
+    with pytest.raises(ConfigError, match="cannot read the published points"):
+        load("product-strong", ["published=/nonexistent.toml"])
 
 
 def test_products_of_a_sweep_are_shown_as_those_of_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -181,7 +201,7 @@ def test_rank_counts_have_equal_threads_unless_told_otherwise_and_then_a_speed_u
     shares = {line["ranks"]: line["row"]["threads"] for line in lines}
     equal = max(1, cores // 2)
     assert shares == {1: equal if threads == "equal" else cores, 2: equal}
-    before, _, _ = ended.stderr.partition("1 ranks on")
+    before, _, _ = ended.stderr.partition("1 rank on")
     assert (f"{shares[1]} BLAS thread" in before) == (threads != "each") and ("as 2 on" in before) == (threads == "equal")
     assert cli(["sweep", "report", str(folder), "--format", "csv", "--no-plots"]) == 0
     one, two = csv.DictReader(folder.with_suffix(".csv").open())

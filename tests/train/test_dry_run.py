@@ -193,6 +193,7 @@ STAGED = {
             "replicas.bucket=40000",
         ],
         ["scheme=oned", "grid.pp=2", "grid.y=2", "model.layers=3", "train.accumulate=2", *BERT],
+        ["scheme=cuboid", "grid.y=2", "grid.z=2", "model.kv_heads=1", "model.activation=relu2"],  # two ranks share a head
         [*SUMMED, "pipeline.schedule=gpipe", "train.accumulate=8", "replicas.bucket=26214400"],
         [*SUMMED, "pipeline.schedule=zb-h1", "train.accumulate=7", "train.batch=28"],
         [*SUMMED, "model.layers=4", "pipeline.schedule=zb-v", "pipeline.chunks=2", "train.accumulate=5", "train.batch=20"],

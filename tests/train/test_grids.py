@@ -16,6 +16,7 @@ RUN: Settings = {
 }
 GPT: Settings = {}
 LLAMA: Settings = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
+NEMOTRON: Settings = {"model__kv_heads": 2, "model__activation": "relu2"}
 BERT: Settings = {"model__family": "bert", "model__vocabulary": 263}
 CHUNKS: Settings = {"pipeline__schedule": "interleaved", "pipeline__chunks": 2}
 V: Settings = {"pipeline__schedule": "zb-v", "pipeline__chunks": 2}
@@ -56,6 +57,7 @@ RUNS: dict[int, list[tuple[Settings, Settings]]] = {
         (LLAMA, {**on("cuboid", pp=2, y=2, z=2), "vectors": "diagonal"}),
         (GPT, {**on("oned", pp=4, y=2), "recompute": "full", "distribute_saved_activations": True}),
         (GPT | {"model__layers": 8, "train__accumulate": 4}, on("cuboid", pp=4, z=2) | V),
+        (NEMOTRON, {**on("cuboid", pp=2, y=2, dp=2), "replicas__zero": 3}),
         (LLAMA, {**on("cuboid", dp=2, y=2, z=2), "vectors": "diagonal"}),
     ],
     9: [(BERT, on("oned", pp=3, y=3)), (GPT, {**on("summa", dp=3, x=3), "train__batch": 36})],

@@ -53,12 +53,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 12,
     },
 }
+SIZES["gpt2-relu2"] = {**SIZES["gpt2"], "activation_function": "relu2"}
 SIZES["llama-linear"] = {**SIZES["llama"], "rope_parameters": {"rope_theta": 500.0, "rope_type": "linear", "factor": 2.5}}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 0.5, "high_freq_factor": 2.5}
 LLAMA3 |= {"original_max_position_embeddings": 10, "rope_theta": 50.0}
 SIZES["llama3-tied"] = {**SIZES["llama"], "rope_parameters": LLAMA3, "hidden_size": 96, "tie_word_embeddings": True}
 VOCABULARY = 263
-CLASSES = {"gpt2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
+CLASSES = {"gpt2": "GPT2LMHeadModel", "gpt2-relu2": "GPT2LMHeadModel", "bert": "BertForPreTraining"}
 CLASSES |= dict.fromkeys(("llama", "llama-linear", "llama3-tied"), "LlamaForCausalLM")
 DECODERS = ("gpt2", "llama")
 GRIDS: dict[int, list[tuple[str, dict[str, int]]]] = {

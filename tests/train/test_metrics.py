@@ -25,15 +25,19 @@ from summa3d.train.metrics import CoreTime, MetricsWriter, StepMetrics, Stopwatc
 from summa3d.train.progress import TERMINAL_VARIABLE, Progress
 from summa3d.train.utilization import StepWork
 
-KEYS = ["step", "loss", "grad_norm", "lr", "tokens_per_second", "seconds", "words_per_rank"]
+KEYS = ["step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "words_per_rank"]
 SHARES = ["arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"]
 RATES = ["model_flops_per_second", "mfu"]
 
 
 def step(number: int, **changes: Any) -> StepMetrics:
-    return StepMetrics(
-        **{"step": number, "loss": 1 / 3, "grad_norm": 0.1, "lr": 1e-3, "tokens": 64, "seconds": 2.0, "words": 5, **changes}
-    )
+    usual = {"step": number, "loss": 1 / 3, "grad_norm": 0.1, "learning_rate": 1e-3, "tokens": 64, "seconds": 2.0, "words": 5}
+    return StepMetrics(**(usual | changes))
+
+
+def test_the_learning_rate_of_older_metrics_is_found_by_its_name_of_today(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 0.5}\n{"step": 2, "loss": 1.0, "lr": "x"}\n')
+    assert metrics.read(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 2.0, "learning_rate": 0.5}]
 
 
 @pytest.mark.mpi(sizes=(1, 3))
@@ -83,7 +87,7 @@ def test_no_figure_contradicts_another(seed: int) -> None:
 def test_a_run_that_moves_no_word_has_no_figure_of_communication() -> None:
     alone = CoreTime.of(cores=2, seconds=10.0, words=0, ranks=1, cpu=(8.0, 0.0, 0.0))
     assert alone == CoreTime(1, 0.8, None, pytest.approx(0.2), None)  # the other core is no rank's
-    assert str(alone) == "arithmetic 80%, idle 20% of 1 cores"
+    assert str(alone) == "arithmetic 80%, idle 20% of 1 core"
     team = CoreTime.of(cores=2, seconds=10.0, words=0, ranks=1, cpu=(8.0, 0.0, 0.0), threads=2)
     assert team.entries() == {"arithmetic_share": 0.4, "idle_share": 0.6} and team.cores == 2
 

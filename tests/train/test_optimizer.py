@@ -19,6 +19,29 @@ LAYOUTS = [Layout(("z", "x"), ("y",)), Layout(("y", "x"), ("z",)), Layout((), ("
 SHAPE = (13, 7)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [
+        ("linear", [0.005, 0.01, 0.0055, 0.001, 0.001]),
+        ("constant", [0.005, 0.01, 0.01, 0.01, 0.01]),
+        ("wsd", [0.005, 0.01, 0.01, 0.001, 0.001]),
+    ],
+)
+def test_after_the_warm_up_the_learning_rate_goes_on_as_the_schedule_says(schedule: str, rates: list[float]) -> None:
+    keys = [f"train.schedule={schedule}", "train.steps=110", "train.warmup=10", "train.learning_rate=0.01", "train.decay_to=0.1"]
+    settings = config.load("demo", keys).train
+    assert [learning_rate(number, settings) for number in (5, 10, 60, 110, 130)] == pytest.approx(rates)
+
+
+def test_the_decay_of_wsd_is_a_line_over_its_last_steps() -> None:
+    keys = ["train.schedule=wsd", "train.steps=110", "train.warmup=10", "train.learning_rate=1", "train.decay_to=0"]
+    of_fifth, of_ten = config.load("demo", keys).train, config.load("demo", [*keys, "train.decay_steps=10"]).train
+    assert [learning_rate(number, of_fifth) for number in (88, 99, 109)] == pytest.approx([1, 0.5, 1 / 22])
+    assert [learning_rate(number, of_ten) for number in (99, 100, 105, 110)] == pytest.approx([1, 1, 0.5, 0])
+    short = config.load("demo", [*keys, "train.warmup=100"]).train  # what is left after the warm-up
+    assert [learning_rate(number, short) for number in (100, 105, 110)] == pytest.approx([1, 0.5, 0])
+
+
 def test_the_learning_rate_warms_up_then_falls_along_a_cosine() -> None:
     settings = config.load("demo", ["train.steps=110", "train.warmup=10", "train.learning_rate=0.01", "train.decay_to=0.1"]).train
     rates = [learning_rate(step, settings) for step in range(1, 111)]

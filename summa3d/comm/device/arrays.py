@@ -22,7 +22,7 @@ from ...errors import ConfigError
 Array = Any
 """A numpy array, a CuPy array or a torch tensor, C-contiguous where it is communicated."""
 DEVICES = ("cpu", "cuda")
-QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore"}
+QUIET: dict[str, Any] = {"over": "ignore", "invalid": "ignore", "divide": "ignore"}
 quiet = np.errstate(**QUIET)
 """Decorates numpy's arithmetic on blocks: inf and nan say what happened, and each rank would print warnings of its own.
 
@@ -179,6 +179,11 @@ def is_writable(array: Array) -> bool:
 def move_dim(array: Array, dim: int, to: int) -> Array:
     """A view with `dim` moved to the place `to`."""
     return array.movedim(dim, to) if is_torch(array) else library_of(array).moveaxis(array, dim, to)
+
+
+def permuted(array: Array, dims: Sequence[int]) -> Array:
+    """A view with the dims in another order."""
+    return array.permute(*dims) if is_torch(array) else array.transpose(*dims)
 
 
 def copy_into(out: Array, source: Array) -> Array:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..device.arrays import Array, dtype_name, is_on_device
@@ -181,13 +182,15 @@ class Ledger:
         """The processor time of this thread outside communications."""
         return time.thread_time() - sum(amounts.cpu_seconds for amounts in self._lines.values())
 
-    def product(self, a: Array, b: Array, form: str, out: Array) -> AbstractContextManager[None]:
-        """Around a local product out = op(A)·op(B): a span of the trace, if there is one."""
+    def product(self, a: Array, b: Array, form: str, out: Array, made: int | None = None) -> AbstractContextManager[None]:
+        """Around a local product out = op(A)·op(B), of one or of many matrices, or `made` elements of it: a span of the trace."""
         if self.trace is None:
             return NOTHING
-        (m, k), n = a.shape if form[0] == "n" else a.shape[::-1], b.shape[1 if form[1] == "n" else 0]
+        *batch, rows, columns = a.shape
+        (m, k), n = (rows, columns) if form[0] == "n" else (columns, rows), b.shape[-1 if form[1] == "n" else -2]
         kind = dtype_name(a)
-        about = {"m": m, "n": n, "k": k, "form": form, "flops": (8 if kind.startswith("complex") else 2) * m * n * k}
+        flops = (8 if kind.startswith("complex") else 2) * (prod([*batch, m, n]) if made is None else made) * k
+        about = {"m": m, "n": n, "k": k, "form": form, "flops": flops}
         return self._working(self.trace, PRODUCTS, f"product {form}", out, {**about, "dtype": kind})
 
     def copy(self, target: Array) -> AbstractContextManager[None]:

@@ -19,6 +19,8 @@ from ...comm.prepared import Prepared
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import scale
+from ..pieces.executor import PiecedProduct, WholeMoves
+from .checks import is_whole
 from .executor import Executor
 from .plan import ProductPlan
 
@@ -39,7 +41,11 @@ class CuboidPlan(ProductPlan):
 
     That is with every fine split on dim 0 (rows), so that each gather and scatter is contiguous in memory. `a_fine`, `b_fine`,
     `c_fine` = 1 put it on dim 1 (columns) of the operand instead, for the same words: `b_fine=1` is the storage of the 3-D paper,
-    B [k:z, n:(y,x)]. c splits as t does. Raises ShapeError for another fine dim.
+    B [k:z, n:(y,x)]. c splits as t does.
+
+    pieces : into how many pieces `run` cuts what a rank sends to another node at a time, so that some travel while others are
+        multiplied: the same words, more messages. What moves in a node's memory is not cut
+    Raises ShapeError for another fine dim, or a number of pieces that is no whole number of at least 1.
     """
 
     x: str = "x"
@@ -48,9 +54,12 @@ class CuboidPlan(ProductPlan):
     a_fine: int = 0
     b_fine: int = 0
     c_fine: int = 0
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not is_whole(self.pieces) or self.pieces < 1:
+            raise ShapeError(f"pieces is {self.pieces!r}; a message is cut into a whole number of at least 1.")
         for name in ("a_fine", "b_fine", "c_fine"):
             if getattr(self, name) not in (0, 1):
                 raise ShapeError(f"{name} is {getattr(self, name)}; the fine split lies on dim 0 (rows) or 1 (columns).")
@@ -61,6 +70,11 @@ class CuboidPlan(ProductPlan):
         fine, dim = {"a": (self.y, self.a_fine), "b": (self.x, self.b_fine), "c": (self.z, self.c_fine)}[operand]
         rows, columns = coarse[names[0]], coarse[names[1]]
         return Layout(*(((rows, fine), (columns,)) if dim == 0 else ((rows,), (columns, fine))), names=names)
+
+    @property
+    def fine_dims(self) -> dict[str, str]:
+        """The letter of the dim on which the fine split of a, b and c lies."""
+        return {"a": self.a_names[self.a_fine], "b": self.b_names[self.b_fine], "c": "mn"[self.c_fine]}
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """True where the reduction axis z has one member."""
@@ -122,6 +136,9 @@ class Cuboid(Executor):
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
+        if self.plan.pieces > 1:
+            whole = WholeMoves(self._gather, self._summand, self._add_parts)
+            return PiecedProduct(self.plan, self.workspace, self._moves, whole).run(a, b, out, alpha, beta)
         first = self._start_gather("a", a, into_workspace=True) if self.y.size > 1 else None
         second = self._start_gather("b", b, into_workspace=True) if self.x.size > 1 else None
         a_gathered = self.workspace.widened("a", a if first is None else first.wait())
@@ -130,14 +147,25 @@ class Cuboid(Executor):
             scratch = self.workspace.scratch(out) if beta != 0 else None
             self.workspace.accumulate(a_gathered, b_gathered, self.plan.form, out, alpha, beta, scratch)
         else:
-            self._add_parts(a_gathered, b_gathered, out, alpha, beta)
+            partial, parts = self._summand(out)
+            self.workspace.accumulate(a_gathered, b_gathered, self.plan.form, partial, alpha, 0)
+            self._add_parts(partial, parts, out, beta)
 
-    def _add_parts(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """Scatter this rank's summand of C[m:x, n:y] and add what the others send, in the members' order."""
+    def _gather(self, operand: str, block: Array) -> Array:
+        """An operand gathered for a product to come, in the node's memory or in workspace."""
+        axis = self._moves[operand].axis
+        return block if axis.size == 1 else self._start_gather(operand, block, into_workspace=True).wait()
+
+    def _summand(self, out: Array) -> tuple[Array, Array | None]:
+        """Memory for this rank's summand of C[m:x, n:y], and for the parts to be summed where it is no slot of the node's."""
         slot = self.z.allocate((self.m, self.n), out)
-        partial = self.workspace.buffer("partial", (self.m, self.n), out) if slot is None else slot
-        parts = self.workspace.buffer("parts", (self.z.size, *out.shape), out) if slot is None else None
-        self.workspace.accumulate(a, b, self.plan.form, partial, alpha, 0)
+        if slot is not None:
+            return slot, None
+        partial = self.workspace.buffer("partial", (self.m, self.n), out)
+        return partial, self.workspace.buffer("parts", (self.z.size, *out.shape), out)
+
+    def _add_parts(self, partial: Array, parts: Array | None, out: Array, beta: Any) -> None:
+        """Scatter this rank's summand and add what the others send, in the members' order."""
         if beta != 0:  # β·C comes along in this rank's own part
             scale(out, beta)
             sizes = split_sizes((self.m, self.n)[self.plan.c_fine], self.z.size)

@@ -1,4 +1,4 @@
-"""The blocks that ranks compute with: an ownership of two dims, each in nested ranges or dealt out in blocks."""
+"""The blocks that ranks compute with: an ownership of dims, each in nested ranges or dealt out in blocks."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ...layout.cyclic import BlockCyclic, Ownership, Runs
 from ...layout.layout import Coordinates, Layout, split_sizes
 from .vectors import DimSplit
 
-Splits = tuple[DimSplit, DimSplit]
+Splits = tuple[DimSplit, ...]
 
 
 @dataclass(frozen=True)
 class MixedBlocks:
-    """Two dims of which one is split into ranges and the other dealt out: no Layout, and no BlockCyclic.
+    """Dims of which some are split into ranges and others dealt out: no Layout, and no BlockCyclic.
 
     at : axis → the index at which alone ranks hold a block.
     """
@@ -61,11 +61,10 @@ class MixedBlocks:
 
 
 def public_ownership(splits: Splits, shape: Sequence[int], names: str) -> Ownership | None:
-    """The ownership of blocks that a matrix may have; None where one dim is in ranges and the other dealt out."""
-    first, second = splits
-    if not (first.block or second.block):
-        return Layout(first.axes, second.axes, names=names)
-    if all(split.block or not split.axes for split in splits):
+    """The ownership of blocks that a tensor may have; None where one dim is in ranges and another dealt out."""
+    if not any(split.block for split in splits):
+        return Layout(*(split.axes for split in splits), names=names)
+    if len(splits) == 2 and all(split.block or not split.axes for split in splits):
         rows, columns = ((split.axes, split.block or max(1, extent)) for split, extent in zip(splits, shape, strict=True))
         return BlockCyclic(rows, columns)
     return None
@@ -73,8 +72,8 @@ def public_ownership(splits: Splits, shape: Sequence[int], names: str) -> Owners
 
 def ownership_of(splits: Splits, shape: Sequence[int], names: str, at: Mapping[str, int] | None = None) -> Ownership:
     """The ownership of blocks that ranks compute with; of summands, those at the indices `at` of some axes alone."""
-    if at and not (splits[0].block or splits[1].block):
-        return Layout(splits[0].axes, splits[1].axes, at={axis: (index,) for axis, index in at.items()}, names=names)
+    if at and not any(split.block for split in splits):
+        return Layout(*(split.axes for split in splits), at={axis: (index,) for axis, index in at.items()}, names=names)
     found = None if at else public_ownership(splits, shape, names)
     return cast(Ownership, MixedBlocks(splits, tuple(at.items()) if at else ())) if found is None else found
 

@@ -14,8 +14,10 @@ from ...layout.redistribute import Exchange, put
 from ..algorithms.checks import check_operands
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add
+from ..local.strides import OTHER_OP
 from .blocks import nested_sizes, ownership_of
-from .plan import DIRECT, ROWS, AnyPlan
+from .matrices import multiply_each
+from .plan import DIRECT, SCATTERED, AnyPlan
 
 
 class AnyProduct:
@@ -39,13 +41,13 @@ class AnyProduct:
         self.a_block, self.b_block, self.c_block = (
             one.placement(plan.spaces).local_shape(one.shape, axis.index) for one in (plan.a, plan.b, plan.c)
         )
-        layout = ownership_of((plan.m, plan.n), plan.c.shape, "mn")
-        self.rows, self.columns = layout.local_shape(plan.c.shape, self.grid.shape, self.grid.coordinates)
-        scatters = plan.k.axes and plan.how != DIRECT and self.grid.inside
-        self.plane = self.grid[plan.k.axes] if scatters else None
-        self.fine = 0 if plan.how == ROWS else 1
-        counts = [self.grid.shape[axis] for axis in plan.k.axes]
-        self.sizes = nested_sizes((self.rows, self.columns)[self.fine], counts)
+        own = plan.split_of(plan.c.names)
+        point, names = (self.grid.shape, self.grid.coordinates), plan.c.names
+        self.shape = ownership_of(own, plan.c.shape, names).local_shape(plan.c.shape, *point)
+        axes, kind = plan.inner_axes, plan.how.kind
+        self.plane = self.grid[axes] if kind == SCATTERED and self.grid.inside else None
+        self.fine = plan.how.dim
+        self.sizes = nested_sizes(self.shape[self.fine], [self.grid.shape[axis] for axis in axes])
 
     def check(self, a: Array, b: Array, out: Array | None = None, alpha: Any = 1, beta: Any = 0) -> None:
         """Raise ShapeError unless the blocks have the plan's shapes and one dtype, and α and β suit it."""
@@ -70,27 +72,41 @@ class AnyProduct:
         c = self._summand(a, b, alpha)
         if self.plane is not None:
             c = self._kept_until(self.delivery is not None or c.dtype != a.dtype, self._scattered(c))
-        if c.dtype != a.dtype and beta == 0 and self.plan.how != DIRECT:
+        if c.dtype != a.dtype and beta == 0 and self.plan.how.kind != DIRECT:
             c = self._kept_until(self.delivery is not None, cast(c, a))
         if self.delivery is not None:
-            c = self._added(c) if self.plan.how == DIRECT else self._delivered(c)
-        return _written(c, a, out, beta)
+            c = self._added(c) if self.plan.how.kind == DIRECT else self._delivered(c)
+        return written(c, a, out, beta)
 
     def _kept_until(self, is_workspace: bool, array: Array) -> Array:
         """Count an array as workspace, if it is no result."""
         return self.ledger.track(array) if is_workspace else array
 
     def _summand(self, a: Array, b: Array, alpha: Any) -> Array:
-        """This rank's summand α·op(A)·op(B) of C[m, n], in the dtype that sums are taken in."""
-        like = accumulation_like(empty((0, 0), a))
-        left, right = self._fetched(self.fetches[0], detached(a)), self._fetched(self.fetches[1], detached(b))
-        shape = (self.rows, self.columns)
+        """This rank's summand of its part of C, times α, in the dtype that sums are taken in."""
+        like = accumulation_like(empty((0,), a))
+        (_, _, view), workspace = self.plan.views, Workspace(self.grid)
+        left, right = self._matrices(0, detached(a)), self._matrices(1, detached(b))
         is_workspace = self.plane is not None or self.delivery is not None or like.dtype != a.dtype
-        summand = self._kept_until(is_workspace, empty(shape, like))
-        workspace = Workspace(self.grid)
+        summand = self._kept_until(is_workspace, empty(self.shape, like))
+        turned = view.turned(summand)
+        product = self.ledger.track(empty(turned.shape, like)) if view.is_copied else turned
         left, right = workspace.widened("a", left), workspace.widened("b", right)
-        workspace.accumulate(left, right, self.plan.form, summand, alpha, 0)
+        form = self.plan.form or "".join("t" if one.is_turned else "n" for one in self.plan.views[:2])
+        if view.is_turned:
+            left, right, form = right, left, OTHER_OP[form[1]] + OTHER_OP[form[0]]
+        multiply_each(workspace, left, right, form, view.matrices(product), alpha)
+        if view.is_copied:
+            workspace.copy(turned, product)
         return summand
+
+    def _matrices(self, operand: int, block: Array) -> Array:
+        """An operand's matrices that this rank multiplies."""
+        view, fetched = self.plan.views[operand], self._fetched(self.fetches[operand], block)
+        turned = view.turned(fetched)
+        if view.is_copied:
+            turned = copy_into(self.ledger.track(empty(turned.shape, block)), turned)
+        return view.matrices(turned)
 
     def _fetched(self, fetch: Exchange, block: Array) -> Array:
         """An operand's block that this rank multiplies; a view of its own block where nothing moves."""
@@ -124,10 +140,11 @@ class AnyProduct:
                 total = part
             else:
                 add(part, total, 1)
+            del part  # else it would live beside the next one
         return total
 
 
-def _written(c: Array, like: Array, out: Array | None, beta: Any) -> Array:
+def written(c: Array, like: Array, out: Array | None, beta: Any) -> Array:
     """C in the dtype of `like`; in `out` where that is given, with β times what `out` held, which β = 0 does not read."""
     if out is None:
         return c if c.dtype == like.dtype else cast(c, like)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -11,28 +12,31 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...columns import aligned
+from ...columns import aligned, counted
 from ...comm.topology import describe
 from ...dtypes import HALVES, Dtype
 from ...layout.cyclic import Ownership
 from ...layout.redistribute import Placement, Redistribution
 from ..cost.machine import Machine
-from ..cost.mean import lower_bound
-from .blocks import ownership_of
+from ..cost.mean import used_words
+from .blocks import Splits, ownership_of
+from .matrices import MatrixView, matrix_view
+from .subscripts import Subscripts
 from .vectors import DimSplit, RankParts, RankSpace, overlap
 
-ROWS, COLUMNS, DIRECT, WHOLE = "rows", "columns", "direct", "whole"
-"""How the summands of C are added: scattered by rows or by columns, sent to who wants them, or there is one summand alone."""
+SCATTERED, DIRECT, WHOLE = "scattered", "direct", "whole"
+"""How the summands of C are added: scattered along a dim of C, sent to who wants them, or there is one summand alone."""
+MATRICES = ("rows", "columns")
 ALL_RANKS = 256
 """Ranks up to which the workspace of each is looked at for the one that needs most."""
 HEADINGS = ("", "compute layout", "words", "messages", "seconds")
 
 
 class Owned(NamedTuple):
-    """Where a matrix lies: its ownership, its shape and the names of its dims, as it is stored, and on which space's grid."""
+    """Where a tensor lies: its ownership, its shape and the letters of its dims, as it is stored, and on which space's grid."""
 
     layout: Ownership
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     names: str
     space: int
 
@@ -40,6 +44,21 @@ class Owned(NamedTuple):
         """Which rank holds which elements."""
         space = spaces[self.space]
         return Placement(self.layout, space.shape, space.points)
+
+
+class Adding(NamedTuple):
+    """How the summands of C are added: `SCATTERED` along dim `dim` of C, `DIRECT`, or `WHOLE`; and what that is called."""
+
+    kind: str
+    text: str
+    dim: int = -1
+
+
+def ways_of_adding(names: str) -> tuple[Adding, ...]:
+    """The ways in which summands of a C with these letters may be added."""
+    texts = MATRICES if len(names) == 2 else [f"along {letter}" for letter in names]
+    scattered = [Adding(SCATTERED, text, dim) for dim, text in enumerate(texts)]
+    return *scattered, Adding(WHOLE, WHOLE), Adding(DIRECT, DIRECT)
 
 
 class Alternative(NamedTuple):
@@ -53,15 +72,16 @@ class Alternative(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AnyPlan:
-    """C (m×n) = op(A)·op(B) by a compute layout, which gives each axis of a grid to m, to n, to k, or to none of them.
+    """A product of two tensors by a compute layout, which gives each axis of a grid to one of its letters, or to none of them.
 
-    A rank fetches op(A)[m, k] and op(B)[k, n] of its parts of m, n and k; its product is a summand of C[m, n]. The summands of
-    the ranks along the axes of k are added, and C is redistributed to its output layout. On the axes of none, ranks multiply
-    the same.
+    C (m×n) = op(A)·op(B) has the letters m, n and k; `einsum` has any. A rank fetches of A and B its parts of their letters; its
+    product is a summand of its part of C. The summands of the ranks along the axes of the inner letters are added, and C is
+    redistributed to its output layout. On the axes of none, ranks multiply the same.
 
+    form : op of A and of B, as products of matrices have it; empty for einsum, whose letters say it
     spaces : the grids of the operands, of which `spaces[grid]` computes; ranks are numbered as that of one grid, and where
     operands lie on two grids as in the communicator that both were made on
-    m, n, k : the split of each dim. how : the way in which summands are added (`ROWS`, …)
+    splits : letter → its split, C's letters first. how : the way in which summands are added
     """
 
     form: str
@@ -72,10 +92,8 @@ class AnyPlan:
     b: Owned
     c: Owned
     grid: int
-    m: DimSplit
-    n: DimSplit
-    k: DimSplit
-    how: str
+    splits: dict[str, DimSplit]
+    how: Adding
     seconds: float
     """Predicted by `machine`, for the busiest rank of each step."""
     machine: Machine
@@ -86,32 +104,39 @@ class AnyPlan:
     # -- the blocks ---------------------------------------------------------------------------------------------------------
 
     @property
+    def subscripts(self) -> Subscripts:
+        """The letters of A, B and C."""
+        return Subscripts(self.a.names, self.b.names, self.c.names)
+
+    @property
     def space(self) -> RankSpace:
         """The ranks as points of the grid that computes."""
         return self.spaces[self.grid]
 
-    def split_of(self, names: str) -> tuple[DimSplit, DimSplit]:
-        """The splits of two dims."""
-        splits = {"m": self.m, "n": self.n, "k": self.k}
-        return splits[names[0]], splits[names[1]]
+    @property
+    def inner_axes(self) -> tuple[str, ...]:
+        """The axes of the letters that are summed over: the ranks along them have summands of one part of C."""
+        return tuple(axis for letter in self.subscripts.inner for axis in self.splits[letter].axes)
 
     @property
     def summed(self) -> int:
         """Z: how many summands C has."""
-        return prod(self.space.shape[axis] for axis in self.k.axes)
+        return prod(self.space.shape[axis] for axis in self.inner_axes)
 
     @property
     def is_even(self) -> bool:
         """Whether each axis of several members divides the work, so that no two ranks multiply the same."""
-        return {*self.m.axes, *self.n.axes, *self.k.axes} >= {*self.space.axes}
+        return {axis for split in self.splits.values() for axis in split.axes} >= {*self.space.axes}
+
+    def split_of(self, names: str) -> Splits:
+        """The splits of some letters."""
+        return tuple(self.splits[letter] for letter in names)
 
     @property
-    def scattered(self) -> tuple[DimSplit, DimSplit]:
-        """The split of C's rows and columns once its summands are added; where they are sent directly, before."""
-        fine = {ROWS: 0, COLUMNS: 1}.get(self.how)
-        splits = (self.m, self.n)
-        pairs = [DimSplit(split.axes + self.k.axes) if dim == fine else split for dim, split in enumerate(splits)]
-        return pairs[0], pairs[1]
+    def scattered(self) -> Splits:
+        """The split of C's dims once its summands are added; where they are sent directly, before."""
+        splits = enumerate(self.split_of(self.c.names))
+        return tuple(DimSplit(split.axes + self.inner_axes) if dim == self.how.dim else split for dim, split in splits)
 
     def computed(self, operand: Owned) -> Placement:
         """Where the blocks of A or B lie that ranks multiply."""
@@ -128,19 +153,28 @@ class AnyPlan:
     def deliveries(self) -> tuple[Redistribution, ...]:
         """The redistributions of C to its output layout: of the sum at once, or of each summand; empty where it has it."""
         shape, target = self.c.shape, self.c.placement(self.spaces)
-        space, axes = self.space, self.k.axes
-        indices = product(*(range(space.shape[axis]) for axis in axes)) if self.how == DIRECT else [()]
+        space, axes, is_direct = self.space, self.inner_axes, self.how.kind == DIRECT
+        indices = product(*(range(space.shape[axis]) for axis in axes)) if is_direct else [()]
         layouts = [
-            ownership_of(self.scattered, shape, "mn", dict(zip(axes, index, strict=True)) if index else None) for index in indices
+            ownership_of(self.scattered, shape, self.c.names, dict(zip(axes, index, strict=True)) if index else None)
+            for index in indices
         ]
         plans = tuple(Redistribution(shape, Placement(layout, space.shape, space.points), target) for layout in layouts)
-        return plans if self.how == DIRECT or not self.stays else ()
+        return plans if is_direct or not self.stays else ()
 
     @property
     def stays(self) -> bool:
         """Whether C lies where the sum of its summands is made."""
-        same = self.grid == self.c.space and self.how != DIRECT
-        return same and ownership_of(self.scattered, self.c.shape, "mn") == self.c.layout
+        same = self.grid == self.c.space and self.how.kind != DIRECT
+        return same and ownership_of(self.scattered, self.c.shape, self.c.names) == self.c.layout
+
+    @cached_property
+    def views(self) -> tuple[MatrixView, MatrixView, MatrixView]:
+        """How the blocks of A, B and C are seen as matrices: of rows × inner, inner × columns, rows × columns."""
+        letters = self.subscripts
+        batch, rows, columns, inner = letters.batch, letters.rows, letters.columns, letters.inner
+        a, b = matrix_view(letters.a, batch, rows, inner), matrix_view(letters.b, batch, inner, columns)
+        return a, b, matrix_view(letters.c, batch, rows, columns)
 
     # -- what it costs ------------------------------------------------------------------------------------------------------
 
@@ -150,18 +184,19 @@ class AnyPlan:
         spaces = self.spaces
         found = {}
         for name, one in (("a", self.a), ("b", self.b)):
-            wanted = [self._parts(dim, split) for dim, split in zip(one.names, self.split_of(one.names), strict=True)]
+            wanted = self._parts(one.names, self.split_of(one.names))
             held = spaces[one.space].held(one.layout, one.shape)
             found[name] = _product(wanted) - _common(held, wanted)
         target = spaces[self.c.space].held(self.c.layout, self.c.shape)
-        whole = [self._parts(dim, split) for dim, split in zip("mn", self.scattered, strict=True)]
-        if self.how == DIRECT:
+        whole = self._parts(self.c.names, self.scattered)
+        if self.how.kind == DIRECT:
             return {**found, "sums": 0 * found["a"], "c": self.summed * _product(target) - _common(target, whole)}
         own = _product(whole)
         return {**found, "sums": (self.summed - 1) * own, "c": _product(target) - _common(target, whole)}
 
-    def _parts(self, dim: str, split: DimSplit) -> RankParts:
-        return parts_of(self.space, self.extents[dim], split)
+    def _parts(self, names: str, splits: Splits) -> list[RankParts]:
+        """What each rank computes with of some letters."""
+        return [parts_of(self.space, self.extents[letter], split) for letter, split in zip(names, splits, strict=True)]
 
     def words_of(self, rank: int) -> int:
         """Words that `rank` receives."""
@@ -177,17 +212,23 @@ class AnyPlan:
         """Words of the rank that receives most."""
         return int(sum(self.received.values()).max())  # type: ignore[union-attr]
 
+    @property
+    def max_multiply_adds(self) -> int:
+        """Multiply-adds of the rank that does most."""
+        sizes = [part.size for part in self._parts("".join(self.splits), tuple(self.splits.values()))]
+        return int(np.multiply.reduce(sizes).max())
+
     def sent_of(self, rank: int) -> int:
         """Words that `rank` sends: exact, by the pieces of each redistribution."""
         sent = sum(piece.words for plan in (*self.fetches, *self.deliveries) for piece in plan.sent_by(rank))
-        if self.how in (ROWS, COLUMNS):
+        if self.how.kind == SCATTERED:
             sent += self._summand_of(rank) - int(self.received["sums"][rank]) // (self.summed - 1)
         return sent
 
     def messages_of(self, rank: int) -> int:
         """Messages that `rank` receives: of an all-to-all for each matrix that moves, and of the sum."""
         moves = sum(bool(self.received[name].any()) for name in ("a", "b", "c"))
-        adds = self.how in (ROWS, COLUMNS) and bool(self.space.inside[rank])
+        adds = self.how.kind == SCATTERED and bool(self.space.inside[rank])
         return moves * (len(self.space) - 1) + adds * (self.summed - 1)
 
     def workspace_of(self, rank: int) -> int:
@@ -196,15 +237,19 @@ class AnyPlan:
         That is where MPI moves host arrays, C-ordered and not added to what C holds; sums in a node's memory need less.
         """
         wide = 2 if self.dtype.name in HALVES else 1
-        moves = [bool(self.received[name].any()) for name in "ab"]
-        blocks = [prod(plan.target.local_shape(plan.shape, rank)) for plan in self.fetches]
-        fetched = [size if moved else 0 for size, moved in zip(blocks, moves, strict=True)]
-        exchanged = [plan.workspace_of(rank) if moved else 0 for plan, moved in zip(self.fetches, moves, strict=True)]
-        widened = 2 * sum(blocks) if wide > 1 else 0
-        own, steps, scatters = self._summand_of(rank), self.deliveries, self.how in (ROWS, COLUMNS)
+        peaks, held = [], 0
+        for name, plan, view in zip("ab", self.fetches, self.views[:2], strict=True):
+            block, moves = prod(plan.target.local_shape(plan.shape, rank)), bool(self.received[name].any())
+            if moves:
+                peaks.append(held + block + plan.workspace_of(rank))
+            if view.is_copied:
+                peaks.append(held + block * (1 + moves))
+            held += block if moves or view.is_copied else 0
+        widened = 2 * sum(prod(plan.target.local_shape(plan.shape, rank)) for plan in self.fetches) if wide > 1 else 0
+        own, steps, scatters = self._summand_of(rank), self.deliveries, self.how.kind == SCATTERED
         summand = wide * own if scatters or steps or wide > 1 else 0
-        peaks = [fetched[0] + exchanged[0], sum(fetched) + exchanged[1], sum(fetched) + widened + summand]
-        if self.how == DIRECT:
+        peaks.append(held + widened + summand + (wide * own if self.views[2].is_copied else 0))
+        if self.how.kind == DIRECT:
             received, added = sum(plan.words_of(rank) for plan in steps), prod(steps[0].target.local_shape(self.c.shape, rank))
             exchange = sum(plan.workspace_of(rank) for plan in steps)
             return max(*peaks, summand + wide * max(exchange, received + 2 * added))
@@ -213,7 +258,8 @@ class AnyPlan:
             peaks.append(summand + wide * self.summed * own)
         rounded = own if wide > 1 and steps else 0
         moved = steps and self.received["c"].any()
-        return max(*peaks, wide * own + rounded if steps or wide > 1 else 0, own + steps[0].workspace_of(rank) if moved else 0)
+        kept, exchange = wide * own + rounded if steps or wide > 1 else 0, own + steps[0].workspace_of(rank) if moved else 0
+        return max(*peaks, kept, exchange)
 
     @property
     def max_workspace(self) -> int:
@@ -222,7 +268,7 @@ class AnyPlan:
         return max(self.workspace_of(rank) for rank in (range(ranks) if ranks <= ALL_RANKS else [int(received.argmax())]))
 
     def _summand_of(self, rank: int) -> int:
-        layout = ownership_of((self.m, self.n), self.c.shape, "mn")
+        layout = ownership_of(self.split_of(self.c.names), self.c.shape, self.c.names)
         return prod(layout.local_shape(self.c.shape, self.space.shape, self.space.points[rank]))
 
     @property
@@ -230,20 +276,22 @@ class AnyPlan:
         """Words that some rank must receive, whatever the algorithm: what a product reads and writes less what a rank holds.
 
         The bound of Al Daas et al. (SPAA 2022) without its assumption that operands are spread evenly: what is subtracted is the
-        most that a rank holds of A and B and shall hold of C.
+        most that a rank holds of A and B and shall hold of C. Of a batch, a rank reads and writes the fewest words where its part
+        of the work is whole entries, and a part of one: what an entry takes grows ever less than the work done of it.
         """
-        m, n, k = (self.extents[dim] for dim in "mnk")
-        ranks = len(self.space)
-        used = lower_bound(m, n, k, ranks) + (m * k + k * n + m * n) / ranks
+        letters, ranks = self.subscripts, len(self.space)
+        groups = (letters.batch, letters.rows, letters.columns, letters.inner)
+        entries, m, n, k = (prod(self.extents[letter] for letter in group) for group in groups)
+        used = used_words(m, n, k, Fraction(entries, ranks))
         held = sum(_product(self.spaces[one.space].held(one.layout, one.shape)) for one in (self.a, self.b, self.c))
-        return max(0.0, used - int(held.max())) if min(m, n, k) else 0.0  # type: ignore[union-attr]
+        return max(0.0, used - int(held.max())) if min(entries, m, n, k) else 0.0  # type: ignore[union-attr]
 
     # -- text ---------------------------------------------------------------------------------------------------------------
 
     @property
     def compute_layout(self) -> str:
-        """``m:x n k:(y,z)``: the split of each dim; with the grid, where operands lie on two."""
-        return named(self.m, self.n, self.k, self.space if len(self.spaces) > 1 else None)
+        """``m:x n k:(y,z)``: the split of each letter; with the grid, where operands lie on two."""
+        return named(self.splits, self.space if len(self.spaces) > 1 else None)
 
     @property
     def summary(self) -> str:
@@ -253,10 +301,11 @@ class AnyPlan:
             words = int(self.received[letter.lower()].sum())
             layout = ownership_of(self.split_of(one.names), one.shape, one.names)
             parts.append(f"{letter} {one.layout} → {layout} ({words:,} words)" if words else f"{letter} {one.layout} stays")
-        axes, moved = ", ".join(self.k.axes), int(self.received["c"].sum())
-        if self.how in (ROWS, COLUMNS):
-            parts.append(f"C summed over {axes} and scattered by {self.how} ({int(self.received['sums'].sum()):,} words)")
-        if self.how == DIRECT:
+        axes, moved = ", ".join(self.inner_axes), int(self.received["c"].sum())
+        if self.how.kind == SCATTERED:
+            by = f"by {self.how.text}" if self.how.text in MATRICES else self.how.text
+            parts.append(f"C summed over {axes} and scattered {by} ({int(self.received['sums'].sum()):,} words)")
+        if self.how.kind == DIRECT:
             parts.append(f"C's summands over {axes} sent to {self.c.layout} ({moved:,} words)")
         elif moved:
             parts.append(f"C → {self.c.layout} ({moved:,} words)")
@@ -264,20 +313,27 @@ class AnyPlan:
             parts.append(f"C in {self.c.layout}")
         return ", ".join(parts)
 
+    @property
+    def sizes(self) -> str:
+        """The product and its sizes: ``nn 64×48×96`` (m, n, k), or ``bmk,bkn->bmn b=8 m=64 n=48 k=96``."""
+        if self.form:
+            return f"{self.form} {'×'.join(str(self.extents[dim]) for dim in 'mnk')}"
+        return " ".join([str(self.subscripts), *(f"{letter}={size}" for letter, size in self.extents.items())])
+
     def __repr__(self) -> str:
-        m, n, k = (self.extents[dim] for dim in "mnk")
         lies = f"A {self.a.layout}, B {self.b.layout}, C {self.c.layout}"
-        return f"AnyPlan({self.form} {m}×{n}×{k}, {lies}, by {self.compute_layout}, {self.how})"
+        return f"AnyPlan({self.sizes}, {lies}, by {self.compute_layout}, {self.how.text})"
 
     def __str__(self) -> str:
-        m, n, k = (self.extents[dim] for dim in "mnk")
-        ranks = len(self.space)
-        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.form}, {self.dtype.name}, on {ranks} ranks"
+        ranks, head = len(self.space), f"C of {self.sizes}"
+        if self.form:
+            m, n, k = (self.extents[dim] for dim in "mnk")
+            head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.form}"
+        head += f", {self.dtype.name}, on {counted(ranks, 'rank')}"
         workspace = self.max_workspace * self.dtype.nbytes
         most = f"most words of a rank {self.max_words:,} (bound {self.bound:,.0f}), workspace {workspace:,} bytes"
         messages = sum(self.messages_of(rank) for rank in range(ranks))
-        way = f", C {self.how}" if self.how != WHOLE else ""
-        best = Alternative(self.compute_layout + way, self.words, messages, self.seconds)
+        best = Alternative(with_way(self.compute_layout, self.how), self.words, messages, self.seconds)
         rows: list[tuple[str, ...]] = [HEADINGS]
         for one in (best, *self.others):
             rows.append(
@@ -286,10 +342,15 @@ class AnyPlan:
         return "\n".join([head, self.summary, most, *aligned(rows, left=(0, 1))])
 
 
-def named(m: DimSplit, n: DimSplit, k: DimSplit, space: RankSpace | None = None) -> str:
+def named(splits: Mapping[str, DimSplit], space: RankSpace | None = None) -> str:
     """The text of a compute layout; of several grids' with the sizes of its own, that of `space`."""
-    text = f"m{m} n{n} k{k}"
+    text = " ".join(f"{letter}{split}" for letter, split in splits.items())
     return text if space is None else f"{text} on {describe(space.shape)}"
+
+
+def with_way(compute_layout: str, how: Adding) -> str:
+    """The text of a compute layout and of a way of adding C's summands, if there are several."""
+    return compute_layout if how.kind == WHOLE else f"{compute_layout}, C {how.text}"
 
 
 def parts_of(space: RankSpace, extent: int, split: DimSplit) -> RankParts:
@@ -303,11 +364,11 @@ def parts_of(space: RankSpace, extent: int, split: DimSplit) -> RankParts:
 
 
 def _product(parts: Sequence[RankParts]) -> np.ndarray:
-    size: np.ndarray = parts[0].size * parts[1].size
+    size: np.ndarray = np.prod([part.size for part in parts], axis=0)
     return size
 
 
 def _common(one: Sequence[RankParts], other: Sequence[RankParts]) -> np.ndarray:
-    """Elements that each rank has in both of two matrices' blocks."""
-    common: np.ndarray = overlap(one[0], other[0]) * overlap(one[1], other[1])
+    """Elements that each rank has in both of two tensors' blocks."""
+    common: np.ndarray = np.prod([overlap(*parts) for parts in zip(one, other, strict=True)], axis=0)
     return common

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ...comm.grid import BaseGrid
 from ...dtypes import dtype_of
 from ...errors import ConfigError, LayoutError, ShapeError
-from ...layout.cyclic import Ownership, ownership
+from ...layout.cyclic import BlockCyclic, Ownership, ownership
 from ...layout.redistribute import Placement
 from ..algorithms.checks import is_whole
 from ..cost.machine import Machine
 from ..local.blas import OPS
 from .plan import AnyPlan, Owned
 from .search import OBJECTIVES, AnyRequest, cheapest
+from .subscripts import Subscripts
 from .vectors import RankSpace
 
 
@@ -53,27 +55,83 @@ def plan_any(
     A m k:(y,x) → m:y k (9,216 words), B k n:x stays, C in m:y n:x
     """
     _check(m, n, k, form, objective)
-    if out_grid is not None and out_layout is None:
-        raise ConfigError(f"out_grid is {out_grid}, and out_layout says nothing of where C shall lie on it. Pass both.")
-    m, n, k = int(m), int(n), int(k)  # numpy's whole numbers may be of few bits
-    grids = list(dict.fromkeys([grid, b_grid or grid, out_grid or grid]))
-    spaces = tuple(RankSpace.on(grid) if len(grids) == 1 else RankSpace.among_everyone(one) for one in grids)
+    extents = {"m": int(m), "n": int(n), "k": int(k)}  # numpy's whole numbers may be of few bits
+    letters = Subscripts("mk" if form[0] == "n" else "km", "kn" if form[1] == "n" else "nk", "mn")
+    layouts, grids = (a_layout, b_layout, out_layout), (grid, b_grid, out_grid)
+    return _planned(letters, form, extents, layouts, grids, dtype, objective, machine)
+
+
+def plan_einsum(
+    subscripts: str,
+    a_layout: Ownership | str,
+    b_layout: Ownership | str,
+    extents: Mapping[str, int],
+    grid: BaseGrid,
+    out_layout: Ownership | str | None = None,
+    dtype: Any = "float64",
+    objective: str = "seconds",
+    b_grid: BaseGrid | None = None,
+    machine: Machine | None = None,
+) -> AnyPlan:
+    """The cheapest plan of `summa3d.einsum` for A and B as they lie, whatever their layouts. Moves nothing.
+
+    Each axis of the grid is given to one of the letters, or to none: all such compute layouts are compared, with the exact words
+    of each rank. Of more than 4,096 ways to give them, those that give an axis to a letter that it splits, or to the longest
+    letter of the batch, of A's own, of B's own, or of those summed over.
+
+    Parameters
+    ----------
+    subscripts : the letters of A, B and C, such as ``bmk,bkn->bmn``
+    extents : the size of each letter
+    a_layout, b_layout, grid, out_layout, dtype, objective, b_grid, machine : as `plan_any` takes them
+
+    Raises what `plan_any` raises, and ShapeError for letters that are no product of two operands, or without a size.
+
+    >>> from summa3d.comm.grid import Place
+    >>> sizes = {"b": 4, "m": 8, "n": 5, "k": 6}
+    >>> print(plan_einsum("bmk,bkn->bmn", "b:x m k", "b k:x n", sizes, Place({"x": 2})).summary)
+    A b:x m k stays, B b k:x n → b:x k n (60 words), C in b:x m n
+    """
+    letters = Subscripts.read(subscripts)
+    for letter in letters.letters:
+        size = extents.get(letter)
+        if size is None or not is_whole(size) or size < 0:
+            raise ShapeError(f"{letters}: {letter} is {size!r}; each letter has a size, a whole number of at least 0.")
+    check_objective(objective)
+    sizes = {letter: int(extents[letter]) for letter in letters.letters}
+    layouts, grids = (a_layout, b_layout, out_layout), (grid, b_grid, None)
+    return _planned(letters, "", sizes, layouts, grids, dtype, objective, machine)
+
+
+def _planned(
+    letters: Subscripts,
+    form: str,
+    extents: dict[str, int],
+    layouts: tuple[Ownership | str, Ownership | str, Ownership | str | None],
+    grids: tuple[BaseGrid, BaseGrid | None, BaseGrid | None],
+    dtype: Any,
+    objective: str,
+    machine: Machine | None,
+) -> AnyPlan:
+    """The plan of a product whose sizes are checked; layouts and grids of A, B and C, of which A's grid stands for None."""
+    first, _, last = grids
+    if last is not None and layouts[2] is None:
+        raise ConfigError(f"out_grid is {last}, and out_layout says nothing of where C shall lie on it. Pass both.")
+    places = [first, *(one or first for one in grids[1:])]
+    distinct = list(dict.fromkeys(places))
+    spaces = tuple(RankSpace.on(first) if len(distinct) == 1 else RankSpace.among_everyone(one) for one in distinct)
     if len({len(space) for space in spaces}) > 1:
         raise LayoutError(
-            f"{' and '.join(map(str, grids))} are not of the same ranks: a product needs grids of one communicator."
+            f"{' and '.join(map(str, distinct))} are not of the same ranks: a product needs grids of one communicator."
         )
-
-    def located(layout: Ownership | str, names: str, of: BaseGrid | None) -> Owned:
-        place = grids.index(of or grid)
-        extents = {"m": m, "n": n, "k": k}
-        found = Owned(_checked(layout, spaces[place], of or grid), (extents[names[0]], extents[names[1]]), names, place)
-        return found
-
-    a = located(a_layout, "mk" if form[0] == "n" else "km", grid)
-    b = located(b_layout, "kn" if form[1] == "n" else "nk", b_grid)
-    c = None if out_layout is None else located(out_layout, "mn", out_grid)
-    request = AnyRequest(form, {"m": m, "n": n, "k": k}, dtype_of(dtype), spaces, a, b, c, machine or Machine(), objective)
-    return cheapest(request)
+    located = []
+    for names, layout, grid in zip(letters, layouts, places, strict=True):
+        at, shape = distinct.index(grid), tuple(extents[letter] for letter in names)
+        located.append(None if layout is None else Owned(_checked(layout, spaces[at], grid, len(names)), shape, names, at))
+    a, b, c = located
+    assert a is not None and b is not None
+    machine = machine or Machine()
+    return cheapest(AnyRequest(form, letters, extents, dtype_of(dtype), spaces, a, b, c, machine, objective))
 
 
 def _check(m: int, n: int, k: int, form: str, objective: str) -> None:
@@ -91,10 +149,12 @@ def check_objective(objective: str) -> None:
         raise ConfigError(f"objective {objective!r} is not known; objectives: {', '.join(OBJECTIVES)}.")
 
 
-def _checked(layout: Ownership | str, space: RankSpace, grid: BaseGrid) -> Ownership:
-    """The ownership. Raises LayoutError unless it is one of matrices, and its axes and indices are the grid's."""
+def _checked(layout: Ownership | str, space: RankSpace, grid: BaseGrid, dims: int) -> Ownership:
+    """The ownership. Raises LayoutError unless it is one of so many dims, and its axes and indices are the grid's."""
     found = ownership(layout)
+    if isinstance(found, BlockCyclic) and dims != 2:
+        raise LayoutError(f"{found!r} is block-cyclic, which matrices alone can be; a tensor of {dims} dims takes a Layout.")
     Placement(found, grid.shape, ())
     point = next(point for point in space.points if point)
-    found.local_shape((1, 1), grid.shape, point)
+    found.local_shape((1,) * dims, grid.shape, point)
     return found

@@ -5,11 +5,12 @@ Every rank finds the same plan: words are compared as integers, seconds as whole
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import permutations, product
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -19,15 +20,17 @@ from ...layout.cyclic import BlockCyclic
 from ...layout.layout import Layout
 from ..cost.machine import Machine
 from .blocks import public_ownership
-from .plan import COLUMNS, DIRECT, ROWS, WHOLE, Alternative, AnyPlan, Owned, named, parts_of
+from .plan import DIRECT, SCATTERED, Adding, Alternative, AnyPlan, Owned, named, parts_of, ways_of_adding, with_way
+from .subscripts import Subscripts
 from .vectors import DimSplit, RangeParts, RankParts, RankSpace, overlap
 
 ALL_ORDERS = 4
 """Axes up to which each order of a dim's axes is tried; beyond, the grid's and those in which the operands have them."""
+MOST_ROLES = 4096
+"""Ways to give the axes to a product's letters, up to which all are tried; beyond, an axis goes to fewer letters."""
 SHOWN = 7
 PICOSECOND = 1e-12
 OBJECTIVES = ("seconds", "words")
-WAYS = (ROWS, COLUMNS, WHOLE, DIRECT)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class AnyRequest:
     """A product to be planned: what it multiplies, and where operands lie. c : C's output layout; None, the cheapest."""
 
     form: str
+    subscripts: Subscripts
     extents: dict[str, int]
     dtype: Dtype
     spaces: tuple[RankSpace, ...]
@@ -46,16 +50,14 @@ class AnyRequest:
 
 
 class Combinations(NamedTuple):
-    """Compute layouts as numbers of splits: of m, n, k, and of m and n split finely by k's axes, -1 where that is no split.
+    """Compute layouts as numbers of splits: letter → those of its split.
 
-    summed : how many summands C has. even : whether no axis is left out. splits : by dim, those that the numbers mean.
+    fine : the same for C's letters, split finely by the axes of the inner letters; -1 where that is no split. summed : how many
+    summands C has. even : whether no axis is left out. splits : by letter, those that the numbers mean.
     """
 
-    m: np.ndarray
-    n: np.ndarray
-    k: np.ndarray
-    fine_m: np.ndarray
-    fine_n: np.ndarray
+    numbers: dict[str, np.ndarray]
+    fine: dict[str, np.ndarray]
     summed: np.ndarray
     even: np.ndarray
     splits: dict[str, list[DimSplit]]
@@ -68,13 +70,13 @@ class Costed(NamedTuple):
     words: int
     messages: int
     at: int
-    how: str
+    how: Adding
 
 
 def cheapest(request: AnyRequest) -> AnyPlan:
     """The plan of fewest predicted seconds, then words, then messages, then the first; or by words, of layouts of even work.
 
-    Even layouts give each axis of several members to m, n or k: without them the fewest words are those of one rank that
+    Even layouts give each axis of several members to a letter: without them the fewest words are those of one rank that
     multiplies what it holds.
     """
     found = []
@@ -98,9 +100,11 @@ def _targets(request: AnyRequest) -> Iterator[tuple[int, Owned | None]]:
         if request.c is not None or grid == 0:
             yield grid, request.c
             continue
-        axes, shape = request.spaces[0].axes, (request.extents["m"], request.extents["n"])
-        for layout in (Layout(axes, (), names="mn"), Layout((), axes, names="mn")):
-            yield grid, Owned(layout, shape, "mn", 0)
+        axes, names = request.spaces[0].axes, request.subscripts.c
+        shape = tuple(request.extents[letter] for letter in names)
+        for one in names:
+            layout = Layout(*(axes if letter == one else () for letter in names), names=names)
+            yield grid, Owned(layout, shape, names, 0)
 
 
 class ComputeLayouts:
@@ -108,32 +112,50 @@ class ComputeLayouts:
 
     def __init__(self, request: AnyRequest, grid: int) -> None:
         self.request, self.grid, self.space = request, grid, request.spaces[grid]
-        matrices = [one for one in (request.a, request.b, request.c) if one is not None]
-        dealt: dict[str, list[DimSplit]] = {dim: [] for dim in "mnk"}
+        tensors = [one for one in (request.a, request.b, request.c) if one is not None and one.space == grid]
+        letters, c = request.subscripts.letters, request.subscripts.c
+        dealt: dict[str, list[DimSplit]] = {letter: [] for letter in letters}
         hints: list[tuple[str, ...]] = []
-        for one in matrices:
-            if one.space != grid:
-                continue
-            blocks = one.layout.block if isinstance(one.layout, BlockCyclic) else (0, 0)
-            for dim, axes, block in zip(one.names, one.layout.dims, blocks, strict=True):
+        for one in tensors:
+            blocks = one.layout.block if isinstance(one.layout, BlockCyclic) else (0,) * len(one.names)
+            for letter, axes, block in zip(one.names, one.layout.dims, blocks, strict=True):
                 split = DimSplit(self.space.true_axes(axes), block)
                 hints.append(split.axes)
-                if block and split.axes and split not in dealt[dim]:
-                    dealt[dim].append(split)
+                if block and split.axes and split not in dealt[letter]:
+                    dealt[letter].append(split)
         sizes = tuple((axis, self.space.shape[axis]) for axis in self.space.axes)
-        own_dealt = tuple(tuple(dealt[dim]) for dim in "mnk")
+        own_dealt = tuple(tuple(dealt[letter]) for letter in letters)
         seen = tuple(dict.fromkeys(hints)) if len(sizes) > ALL_ORDERS else ()
-        self.all = combinations(sizes, seen, own_dealt, request.objective == "seconds")
-        self.parts = {dim: self._parts(dim) for dim in "mnk"}
-        self.sizes = {dim: np.stack([part.size for part in parts]) for dim, parts in self.parts.items()}
+        self.all = combinations(letters, c, sizes, self._roles(tensors), seen, own_dealt)
+        self.parts = {letter: self._parts(letter) for letter in letters}
+        self.sizes = {letter: np.stack([part.size for part in parts]) for letter, parts in self.parts.items()}
+        self.addings = ways_of_adding(c)
         self.held = {
             name: request.spaces[one.space].held(one.layout, one.shape)
             for name, one in (("a", request.a), ("b", request.b), ("c", request.c))
             if one is not None
         }
 
+    def _roles(self, tensors: Sequence[Owned]) -> tuple[str, ...]:
+        """For each axis, the letters that it may divide, and ``-`` where it may divide none.
+
+        Of many letters and axes: those that it splits in A, B or C, and the longest of each kind.
+        """
+        letters, extents = self.request.subscripts, self.request.extents
+        none = "-" if self.request.objective == "seconds" else ""
+        axes = self.space.axes
+        if len(letters.letters) == 3 or len(letters.letters + none) ** len(axes) <= MOST_ROLES:
+            return (letters.letters + none,) * len(axes)
+        groups = (letters.batch, letters.rows, letters.columns, letters.inner)
+        longest = {max(group, key=lambda letter: extents[letter]) for group in groups if group}
+        found = []
+        for axis in axes:
+            own = {letter for one in tensors for letter, split in zip(one.names, one.layout.dims, strict=True) if axis in split}
+            found.append("".join(letter for letter in letters.letters if letter in longest | own) + none)
+        return tuple(found)
+
     def _parts(self, dim: str) -> list[RankParts]:
-        """What each rank has of a dim, for each split: a longer list of axes splits the parts of its beginning."""
+        """What each rank has of a letter's dim, for each split: a longer list of axes splits the parts of its beginning."""
         extent = self.request.extents[dim]
         found: list[RankParts] = []
         known: dict[tuple[str, ...], RangeParts] = {(): self.space.whole(extent)}
@@ -165,23 +187,31 @@ class ComputeLayouts:
         seconds = self.request.machine.transfer(busiest, 0, ranks - 1, self.request.dtype, ranks)
         return np.where(words > 0, seconds, 0.0)
 
-    def _fetch(self, name: str, one: Owned, first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Words and seconds of bringing A or B to the splits of these numbers."""
-        rows, columns = self.held[name]
-        wanted = self.sizes[one.names[0]][first] * self.sizes[one.names[1]][second]
-        kept = self._overlaps(rows, one.names[0])[first] * self._overlaps(columns, one.names[1])[second]
-        received, size = wanted - kept, rows.size * columns.size
+    def _blocks(self, names: str, numbers: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Elements that each rank computes with of the letters of a tensor, in the splits of these numbers."""
+        return _product([self.sizes[letter][numbers[letter]] for letter in names])
+
+    def _common(self, name: str, names: str, numbers: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Elements that each rank has in both its block of A, B or C and what it computes with."""
+        held = zip(self.held[name], names, strict=True)
+        return _product([self._overlaps(parts, letter)[numbers[letter]] for parts, letter in held])
+
+    def _fetch(self, name: str, one: Owned) -> tuple[np.ndarray, np.ndarray]:
+        """Words and seconds of bringing A or B to each compute layout."""
+        numbers = self.all.numbers
+        wanted, kept = self._blocks(one.names, numbers), self._common(name, one.names, numbers)
+        received = wanted - kept
         words = received.sum(-1)
         copies = wanted.sum(-1) // max(1, prod(one.shape))
-        return words, self._exchange(words, received, self._sent(size, rows, columns, copies, kept))
+        return words, self._exchange(words, received, self._sent(self.held[name], copies, kept))
 
-    def _sent(self, size: np.ndarray, rows: RankParts, columns: RankParts, copies: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    def _sent(self, held: Sequence[RankParts], copies: np.ndarray, kept: np.ndarray) -> np.ndarray:
         """Words that each rank sends of the block that it holds: each element to as many ranks as want it and have it not.
 
         Of a block with several holders each sends its share: exact on average over them.
         """
-        wanted = copies[..., None] * size
-        groups = _holders_alike(rows, columns)
+        wanted = copies[..., None] * _product([part.size for part in held])
+        groups = _holders_alike(held)
         if groups is None:
             return np.asarray(wanted - kept)
         order, starts, counts, back = groups
@@ -189,150 +219,166 @@ class ComputeLayouts:
         return np.asarray((wanted - together[..., back]) // counts[back])
 
     def _local(self) -> np.ndarray:
-        """Seconds of the largest local product."""
-        most = {dim: sizes.max(-1) for dim, sizes in self.sizes.items()}
-        m, n, k = (most[dim][numbers] for dim, numbers in zip("mnk", self.all[:3], strict=True))
+        """Seconds of the local products of the busiest rank."""
+        letters = self.request.subscripts
+        ones = np.ones(len(self.all.even), np.int64)
+        most = {letter: sizes.max(-1)[self.all.numbers[letter]] for letter, sizes in self.sizes.items()}
+        groups = (letters.rows, letters.columns, letters.inner, letters.batch)
+        columns = [_product([ones, *(most[letter] for letter in group)]).tolist() for group in groups]
         known: dict[tuple[int, int, int], float] = {}
-        for sizes in zip(m.tolist(), n.tolist(), k.tolist(), strict=True):
-            if sizes not in known:
-                known[sizes] = self.request.machine.product(*sizes, self.request.dtype)
-        return np.array([known[sizes] for sizes in zip(m.tolist(), n.tolist(), k.tolist(), strict=True)])
+        seconds = []
+        for *sizes, entries in zip(*columns, strict=True):
+            key = (sizes[0], sizes[1], sizes[2])
+            if key not in known:
+                known[key] = self.request.machine.product(*key, self.request.dtype)
+            seconds.append(known[key] * entries)
+        return np.array(seconds)
 
-    def _sums(self) -> Iterator[tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    def _sums(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
         """For each way of adding summands: where it is one, and words, seconds and messages of adding and delivering C."""
-        every, request, ranks = self.all, self.request, len(self.space)
-        full = self.sizes["m"][every.m] * self.sizes["n"][every.n]
-        rest = every.summed - 1
-        for how, m, n in ((ROWS, every.fine_m, every.n), (COLUMNS, every.m, every.fine_n), (WHOLE, every.m, every.n)):
-            fine = self.sizes["m"][m] * self.sizes["n"][n]
-            possible = (every.summed == 1) if how == WHOLE else (every.summed > 1) & (m >= 0) & (n >= 0)
+        every, request, ranks, names = self.all, self.request, len(self.space), self.request.subscripts.c
+        full, rest = self._blocks(names, every.numbers), every.summed - 1
+        for way in self.addings:
+            if way.kind == DIRECT:
+                yield self._direct(full)
+                continue
+            numbers = dict(every.numbers)
+            possible = every.summed == 1
+            if way.kind == SCATTERED:
+                letter = names[way.dim]
+                numbers[letter] = every.fine[letter]
+                possible = (every.summed > 1) & (numbers[letter] >= 0)
+            fine = self._blocks(names, numbers)
             if request.c is None:
-                possible = possible & self._natural(m, n)
+                possible = possible & self._natural(numbers)
             words = rest * fine.sum(-1)
             received = rest[:, None] * fine
             busiest = np.maximum(received.max(-1), (full - fine).max(-1))
             seconds = np.where(words > 0, request.machine.transfer(0, busiest, cast(Any, rest), request.dtype, ranks), 0.0)
             messages = rest * int(self.space.inside.sum())
             if request.c is not None:
-                more, delivered = self._delivery(fine, m, n, 1 + 0 * rest)
+                more, delivered = self._delivery(fine, numbers, 1 + 0 * rest)
                 words, seconds = words + more, seconds + delivered
                 messages = messages + (more > 0) * ranks * (ranks - 1)
-            yield how, possible, words, seconds, messages
-        if request.c is not None:
-            words, seconds = self._delivery(full, every.m, every.n, every.summed)
-            added = request.dtype.nbytes * request.machine.cluster.byte_time() * 3 * self._wanted().max() * every.summed
-            yield DIRECT, every.summed > 1, words, seconds + added, (words > 0) * ranks * (ranks - 1)
+            yield possible, words, seconds, messages
 
-    def _wanted(self) -> np.ndarray:
-        rows, columns = self.held["c"]
-        return np.asarray(rows.size * columns.size)
+    def _direct(self, full: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """The same where summands are sent to who shall hold C: none where C is left free."""
+        summed, request, ranks = self.all.summed, self.request, len(self.space)
+        if request.c is None:
+            return summed < 0, summed, summed, summed
+        words, seconds = self._delivery(full, self.all.numbers, summed)
+        wanted = _product([part.size for part in self.held["c"]]).max()
+        added = request.dtype.nbytes * request.machine.cluster.byte_time() * 3 * wanted * summed
+        return summed > 1, words, seconds + added, (words > 0) * ranks * (ranks - 1)
 
-    def _delivery(self, own: np.ndarray, m: np.ndarray, n: np.ndarray, summands: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _delivery(
+        self, own: np.ndarray, numbers: Mapping[str, np.ndarray], summands: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Words and seconds of bringing C, or each of its summands, from the splits of these numbers to its output layout."""
         assert self.request.c is not None
-        rows, columns = self.held["c"]
-        kept = self._overlaps(rows, "m")[m] * self._overlaps(columns, "n")[n]
-        wanted = self._wanted()
+        kept = self._common("c", self.request.c.names, numbers)
+        wanted = _product([part.size for part in self.held["c"]])
         received = summands[:, None] * wanted - kept
         words, copies = received.sum(-1), int(wanted.sum()) // max(1, prod(self.request.c.shape))
         return words, self._exchange(words, received, copies * own - kept)
 
-    def _natural(self, m: np.ndarray, n: np.ndarray) -> np.ndarray:
-        """Whether C may stay in the splits of these numbers: both in ranges or dealt out, but not one of each."""
-        both = [(self.all.splits[dim], numbers) for dim, numbers in (("m", m), ("n", n))]
-        in_ranges = [np.array([not split.block for split in splits])[numbers] for splits, numbers in both]
-        dealt = [np.array([bool(split.block) or not split.axes for split in splits])[numbers] for splits, numbers in both]
-        found: np.ndarray = (in_ranges[0] & in_ranges[1]) | (dealt[0] & dealt[1])
-        return found
+    def _natural(self, numbers: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Whether C may stay in the splits of these numbers: all in ranges, or both dealt out."""
+        names = self.request.subscripts.c
+        both = [(self.all.splits[letter], numbers[letter]) for letter in names]
+        in_ranges = [np.array([not split.block for split in splits])[at] for splits, at in both]
+        dealt = [np.array([bool(split.block) or not split.axes for split in splits])[at] for splits, at in both]
+        found: np.ndarray = np.logical_and.reduce(in_ranges)
+        return found | np.logical_and.reduce(dealt) if len(names) == 2 else found
 
     # -- results ------------------------------------------------------------------------------------------------------------
 
     def ranked(self) -> list[Costed]:
         """The best layouts, best first, one more than are shown."""
         every, request, ranks = self.all, self.request, len(self.space)
-        numbers = dict(zip("mnk", every[:3], strict=True))
-        moved = []
-        for name, one in (("a", request.a), ("b", request.b)):
-            moved.append(self._fetch(name, one, numbers[one.names[0]], numbers[one.names[1]]))
-        (words_a, seconds_a), (words_b, seconds_b) = moved
+        (words_a, seconds_a), (words_b, seconds_b) = self._fetch("a", request.a), self._fetch("b", request.b)
         local, crowding = self._local(), request.machine.cluster.crowding(ranks)
         apart = ((words_a > 0) * 1 + (words_b > 0)) * ranks * (ranks - 1)
         tables = []
-        for how, possible, words, seconds, messages in self._sums():
+        for way, (possible, words, seconds, messages) in enumerate(self._sums()):
             if request.objective == "words":
                 possible = possible & every.even
             at = np.flatnonzero(possible)
             total = crowding * (local + seconds_a + seconds_b + seconds)
             picoseconds = np.rint(total / PICOSECOND).astype(np.int64)
             columns = (picoseconds, words + words_a + words_b, messages + apart)
-            tables.append(np.stack([*(column[at] for column in columns), at, np.full(len(at), WAYS.index(how))]))
+            tables.append(np.stack([*(column[at] for column in columns), at, np.full(len(at), way)]))
         table = np.concatenate(tables, axis=1)
         first, second = (0, 1) if request.objective == "seconds" else (1, 0)
         order = np.lexsort((table[4], table[3], table[2], table[second], table[first]))[: SHOWN + 1]
-        return [
-            Costed(seconds, words, messages, at, WAYS[way]) for seconds, words, messages, at, way in table[:, order].T.tolist()
-        ]
+        found = table[:, order].T.tolist()
+        return [Costed(seconds, words, messages, at, self.addings[way]) for seconds, words, messages, at, way in found]
 
-    def _splits_at(self, at: int) -> tuple[DimSplit, DimSplit, DimSplit]:
-        splits = self.all.splits
-        return splits["m"][self.all.m[at]], splits["n"][self.all.n[at]], splits["k"][self.all.k[at]]
+    def _splits_at(self, at: int) -> dict[str, DimSplit]:
+        return {letter: splits[self.all.numbers[letter][at]] for letter, splits in self.all.splits.items()}
 
     def plan_of(self, found: Costed) -> AnyPlan:
         """The plan of a compute layout and a way of adding."""
-        request, (m, n, k) = self.request, self._splits_at(found.at)
-        shape = (request.extents["m"], request.extents["n"])
-        fine = {ROWS: 0, COLUMNS: 1}.get(found.how)
-        rows, columns = (DimSplit(split.axes + k.axes) if dim == fine else split for dim, split in enumerate((m, n)))
-        layout = public_ownership((rows, columns), shape, "mn")
-        c = request.c
-        if c is None:
-            assert layout is not None
-            c = Owned(layout, shape, "mn", self.grid)
-        return AnyPlan(
-            request.form, request.extents, request.dtype, request.spaces, request.a, request.b, c, self.grid, m, n, k,
-            found.how, found.picoseconds * PICOSECOND, request.machine, request.objective,
+        request, splits, names = self.request, self._splits_at(found.at), self.request.subscripts.c
+        shape = tuple(request.extents[letter] for letter in names)
+        free = Owned(Layout(*([()] * len(names)), names=names), shape, names, self.grid)
+        plan = AnyPlan(
+            request.form, request.extents, request.dtype, request.spaces, request.a, request.b, request.c or free, self.grid,
+            splits, found.how, found.picoseconds * PICOSECOND, request.machine, request.objective,
         )  # fmt: skip
+        if request.c is not None:
+            return plan
+        layout = public_ownership(plan.scattered, shape, names)
+        assert layout is not None
+        return replace(plan, c=free._replace(layout=layout))
 
     def text_of(self, found: Costed) -> str:
         """What the table of alternatives calls a compute layout."""
-        text = named(*self._splits_at(found.at), self.space if len(self.request.spaces) > 1 else None)
-        return text if found.how == WHOLE else f"{text}, C {found.how}"
+        space = self.space if len(self.request.spaces) > 1 else None
+        return with_way(named(self._splits_at(found.at), space), found.how)
 
 
 @lru_cache(maxsize=64)
 def combinations(
+    letters: str,
+    c: str,
     axes: tuple[tuple[str, int], ...],
+    roles: tuple[str, ...],
     hints: tuple[tuple[str, ...], ...],
     dealt: tuple[tuple[DimSplit, ...], ...],
-    with_copies: bool,
 ) -> Combinations:
-    """All compute layouts over `axes` (name, size), which may also be `dealt` out in m, n, k as operands are.
+    """All compute layouts over `axes` (name, size), which may also be `dealt` out in a letter's dim as operands are.
 
-    hints : orders of axes to try beside the grid's, where there are too many axes to try all
+    c : the first of the letters, which are C's. roles : the letters that each axis may divide. hints : orders of axes to try
+    beside the grid's, where there are too many axes to try all
     """
     names, sizes = tuple(name for name, _ in axes), dict(axes)
-    splits: dict[str, list[DimSplit]] = {dim: [] for dim in "mnk"}
-    numbers: dict[str, dict[DimSplit, int]] = {dim: {} for dim in "mnk"}
+    splits: dict[str, list[DimSplit]] = {letter: [] for letter in letters}
+    known: dict[str, dict[DimSplit, int]] = {letter: {} for letter in letters}
 
-    def number(dim: str, split: DimSplit) -> int:
-        if split not in numbers[dim]:
-            numbers[dim][split] = len(splits[dim])
-            splits[dim].append(split)
-        return numbers[dim][split]
+    def number(letter: str, split: DimSplit) -> int:
+        if split not in known[letter]:
+            known[letter][split] = len(splits[letter])
+            splits[letter].append(split)
+        return known[letter][split]
 
     rows = []
-    for roles in product("mnk-" if with_copies else "mnk", repeat=len(names)):
-        given = [tuple(name for name, role in zip(names, roles, strict=True) if role == dim) for dim in "mnk"]
+    for given in product(*roles):
+        own = [tuple(name for name, role in zip(names, given, strict=True) if role == letter) for letter in letters]
         choices = [
             [*map(DimSplit, _orders(one, names, hints)), *(split for split in also if set(split.axes) == set(one))]
-            for one, also in zip(given, dealt, strict=True)
+            for one, also in zip(own, dealt, strict=True)
         ]
-        for m, n, k in product(*choices):
-            fine = [-1 if split.block else number(dim, DimSplit(split.axes + k.axes)) for dim, split in (("m", m), ("n", n))]
-            summed = prod(sizes[axis] for axis in k.axes)
-            rows.append((number("m", m), number("n", n), number("k", k), *fine, summed, "-" not in roles))
-    m, n, k, fine_m, fine_n, sums, even = np.array(rows, np.int64).T
-    return Combinations(m, n, k, fine_m, fine_n, sums, even.astype(bool), splits)
+        for chosen in product(*choices):
+            inner = tuple(axis for split in chosen[len(c) :] for axis in split.axes)
+            pairs = [*zip(letters, chosen, strict=True)]
+            fine = [-1 if split.block else number(letter, DimSplit(split.axes + inner)) for letter, split in pairs[: len(c)]]
+            summed = prod(sizes[axis] for axis in inner)
+            rows.append((*(number(letter, split) for letter, split in pairs), *fine, summed, "-" not in given))
+    *columns, sums, even = np.array(rows, np.int64).T
+    numbers = dict(zip(letters, columns, strict=False))
+    return Combinations(numbers, dict(zip(c, columns[len(letters) :], strict=True)), sums, even.astype(bool), splits)
 
 
 def _orders(axes: tuple[str, ...], names: Sequence[str], hints: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
@@ -346,15 +392,20 @@ def _orders(axes: tuple[str, ...], names: Sequence[str], hints: Sequence[tuple[s
     return list(dict.fromkeys(found))
 
 
-def _holders_alike(rows: RankParts, columns: RankParts) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
+def _product(factors: Sequence[np.ndarray]) -> np.ndarray:
+    found: np.ndarray = reduce(mul, factors)
+    return found
+
+
+def _holders_alike(held: Sequence[RankParts]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:
     """Ranks in the order of the blocks that they hold, where each block begins in it, its holders, and each rank's block.
 
     None where no block has two holders.
     """
     keys = []
-    for part in (rows, columns):
+    for part in held:
         keys += [part.start, part.stop] if isinstance(part, RangeParts) else [part.turn]
-    empty = rows.size * columns.size == 0
+    empty = _product([part.size for part in held]) == 0
     keys.append(np.where(empty, 1 + np.arange(len(empty)), 0))  # a rank that holds nothing is alone
     order = np.lexsort(keys)
     sorted_keys = np.stack(keys)[:, order]

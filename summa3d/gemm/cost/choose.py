@@ -12,7 +12,7 @@ from itertools import product
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ...columns import aligned
+from ...columns import aligned, counted
 from ...comm.grid import Grid
 from ...comm.topology import describe
 from ...dtypes import Dtype, dtype_of
@@ -134,7 +134,8 @@ class Choice:
 
     def __str__(self) -> str:
         m, n, k = self.shape
-        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.plan.form}, {self.best.dtype.name}, on {self.ranks} ranks"
+        on = f"{self.best.dtype.name}, on {counted(self.ranks, 'rank')}"
+        head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.plan.form}, {on}"
         rows: list[tuple[str, ...]] = [HEADINGS]
         rows += [self._row(candidate) for candidate in (self.best, *self.others)]
         rows.append(("", "lower bound", str(self.ranks), f"{self.bound:,.0f}", "1.00" if self.bound else "-", "", "", ""))
@@ -270,9 +271,9 @@ def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool, f
             return "the shortest predicted time in one node's memory, where gathered words are read in place."
         fewer = "; fewer ranks would move more or take longer" if awkward and ranks > 2 else ""
         return f"the fewest words of all grids{fewer}."
-    idle = f"{ranks - best.ranks} of {ranks} ranks idle: "
+    idle = f"{ranks - best.ranks} of {counted(ranks, 'rank')} idle: "
     if not here:
-        return idle + f"nothing on {ranks} ranks fits the memory limit."
+        return idle + f"nothing on {counted(ranks, 'rank')} fits the memory limit."
     all_of_them, these = (f"{one.words:,.0f} words each, {one.seconds:.3g} s" for one in (here[0], best))
     if best.seconds > fastest:
         these += f" (within {ALIKE - 1:.0%} of the fastest, {fastest:.3g} s, the fewest words)"
@@ -283,7 +284,7 @@ def _nothing_fits(search: Search, ranks: int) -> str:
     smallest = min(search.candidates(ranks), key=lambda one: one.workspace_bytes)
     m, n, k = search.shape
     return (
-        f"Nothing multiplies {m}×{k} by {k}×{n} {search.dtype.name} on {ranks} ranks "
+        f"Nothing multiplies {m}×{k} by {k}×{n} {search.dtype.name} on {counted(ranks, 'rank')} "
         f"with a workspace of {search.memory_limit:,} bytes a rank.\n"
         f"  The smallest workspace is {smallest.workspace_bytes:,} bytes: {smallest}."
     )

@@ -114,11 +114,22 @@ def lower_bound(m: int, n: int, k: int, ranks: int) -> float:
     With the extents sorted d1 ≥ d2 ≥ d3: (1−1/P)·d2·d3 for P ≤ d1/d2; 2(d1·d2·d3²/P)^½ − (d1·d3 + d2·d3)/P for P ≤ d1·d2/d3²;
     3(d1·d2·d3/P)^⅔ − (d1·d2 + d1·d3 + d2·d3)/P beyond. Source: Al Daas, Ballard, Grigori, Kumar, Rouse, SPAA 2022.
     """
-    d3, d2, d1 = sorted((m, n, k))
-    if d3 == 0 or ranks == 1:
+    if min(m, n, k) == 0:
         return 0.0
-    if ranks * d2 <= d1:
-        return (1 - 1 / ranks) * d2 * d3
-    if ranks * d3 * d3 <= d1 * d2:
-        return 2 * (d1 * d2 * d3 * d3 / ranks) ** 0.5 - (d1 * d3 + d2 * d3) / ranks
-    return max(0.0, 3 * (d1 * d2 * d3 / ranks) ** (2 / 3) - (d1 * d2 + d1 * d3 + d2 * d3) / ranks)
+    return max(0.0, used_words(m, n, k, Fraction(1, ranks)) - (m * k + k * n + m * n) / ranks)
+
+
+def used_words(m: int, n: int, k: int, share: Fraction) -> float:
+    """The fewest words of A, B and C that a rank reads or writes which does this share of a product's work.
+
+    A share above 1 is of several products alike: that many whole ones, and a part of one more, for a part's words grow ever less
+    than its work. With d1 ≥ d2 ≥ d3 and a share of 1/P, the first terms of `lower_bound`. Source: as there.
+    """
+    d3, d2, d1 = sorted((m, n, k))
+    products, part = divmod(share, 1)
+    words = float(products * (d1 * d2 + d1 * d3 + d2 * d3))
+    if part * d1 >= d2:
+        return words + d2 * d3 + float(part * (d1 * d2 + d1 * d3))
+    if part * d1 * d2 >= d3 * d3:
+        return words + 2 * float(part * d1 * d2 * d3 * d3) ** 0.5 + float(part * d1 * d2)
+    return words + 3 * float(part * d1 * d2 * d3) ** (2 / 3)

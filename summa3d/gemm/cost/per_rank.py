@@ -24,7 +24,8 @@ from ..algorithms.panels import panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
+from ..pieces.schedule import messages, pieces_of
+from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter, without
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
 
@@ -45,8 +46,9 @@ def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions:
     """[(Y−1)mk + (X−1)kn + (Z−1)mn]/(XYZ). Workspace: the gathered A and B, the partial C and the Z parts to be summed.
 
     An axis of size 1 needs none of its own, nor does an operand that is read in the node's memory: one whose axis is staged, if
-    its fine split lies on its rows. Not counted, since it depends on β: where dtypes that no BLAS adds to C in place meet β ≠ 0
-    and Z = 1, a product.
+    its fine split lies on its rows. In pieces, columns travel through memory where they are adjacent, as much as the gathered
+    operand; the own part of C is summed where it is; and pieces of k that no BLAS adds in place need a product. Not counted,
+    since it depends on β: where dtypes that no BLAS adds to C in place meet β ≠ 0 and Z = 1, a product.
     """
     a, b, c = plan_steps(plan, grid_shape, at)
     m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
@@ -55,7 +57,30 @@ def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions:
     if grid_shape[plan.z] > 1 and plan.z not in conditions.staged:
         workspace += conditions.wide * (c.workspace + m * n)
     workspace += conditions.widened * (m * k + k * n)
-    return Cost(a.words + b.words + c.words, a.messages + b.messages + c.messages, workspace)
+    moved = a.words + b.words + c.words, a.messages + b.messages + c.messages
+    if plan.pieces == 1:
+        return Cost(*moved, workspace)
+    added = [in_pieces(plan, operand, grid_shape, at, conditions) for operand in "abc"]
+    adds = any(plan.fine_dims[operand] == "k" and moves for operand, (moves, _) in zip("ab", added, strict=False))
+    workspace += m * n * (adds and conditions.scratch)
+    return combined(Cost(*moved, workspace), *(cost for _, cost in added))
+
+
+def in_pieces(plan: CuboidPlan, operand: str, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> tuple[int, Cost]:
+    """The messages of an operand in pieces, and what they and memory beside come to over those of the operand as a whole."""
+    layout, shape = dict(zip("abc", plan.stored, strict=True))[operand]
+    axis, fine = {"a": (plan.y, plan.a_fine), "b": (plan.x, plan.b_fine), "c": (plan.z, plan.c_fine)}[operand]
+    size, index = grid_shape[axis], at[axis]
+    if size == 1 or axis in conditions.staged:
+        return 0, Cost(0, 0)
+    gathered = without(layout, axis).local_shape(shape, grid_shape, at)
+    extents = split_sizes(gathered[fine] if prod(gathered) else 0, size)  # where there are no elements there is no message
+    if operand == "c":
+        count = (size - 1) * len(pieces_of(extents[index], plan.pieces))
+        memory = -conditions.wide * block_words(layout, shape, grid_shape, at)
+    else:
+        count, memory = messages(extents, index, plan.pieces), fine * prod(gathered)
+    return count, Cost(0, count - (size - 1), memory)
 
 
 # -- panels: summa, tesseract, ca25d ------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class SelfAttention(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Grouped-query attention with rotary positions: `kv_heads` heads of k and v, each shared by a/kv_heads query heads; no bias.
+    """Grouped-query attention: `kv_heads` heads of k and v, each shared by a/kv_heads query heads; rotary where the family is.
 
     q and kv, with columns [kv head][k, v][d], are one product (`FusedLinear`). Where the number of shards of the columns divides
     kv_heads, each rank holds whole kv heads. Where kv_heads divides the number of shards, each rank holds a piece of one head,
@@ -108,27 +108,28 @@ class GroupedAttention(nn.Module):
         self, config: ModelConfig, scheme: Context, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        h = config.hidden
+        h, bias = config.hidden, config.architecture.biases
         self.context, self.size = scheme, h // config.heads
         inner = scheme.scheme.after_linear(scheme.residual)
         self.run = run_sharing_a_head(config, scheme, inner)
-        self.q = Linear(h, h, scheme, bias=False, dtype=dtype)
-        self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=False, dtype=dtype)
+        self.q = Linear(h, h, scheme, bias=bias, dtype=dtype)
+        self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=bias, dtype=dtype)
         self.kv.weight.joined = config.num_kv_heads, 2
         self.joined = FusedLinear("hidden", self.q, self.kv)
-        self.out = Linear(h, h, scheme, inner, bias=False, std=out_std, dtype=dtype)
-        self.rotary = Rotary(self.size, config)
+        self.out = Linear(h, h, scheme, inner, bias=bias, std=out_std, dtype=dtype)
+        self.rotary = Rotary(self.size, config) if "rotary_base" in config.architecture.options else None
         self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
 
     def forward(
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
-        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
         q, kv = (self.context.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
         q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
         k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
-        q, k = self.rotary(q, k)
+        if self.rotary is not None:
+            q, k = self.rotary(q, k)
         return self.out(_stored(self.core(q, k, v, batch, visible), self.context), None, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
@@ -162,5 +163,5 @@ def new_attention(
     config: ModelConfig, context: Context, name: str, out_std: float, dtype: torch.dtype
 ) -> SelfAttention | GroupedAttention:
     """Create the attention of the model's family; `name` keys its dropout masks."""
-    kind = GroupedAttention if "rotary_base" in config.architecture.options else SelfAttention
+    kind = GroupedAttention if config.grouped else SelfAttention
     return kind(config, context, name, out_std, dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.nn import functional
 
 from summa3d.kernels import dispatch
 from summa3d.kernels.mask import Mask
@@ -13,25 +12,25 @@ from summa3d.kernels.mask import Mask
 from ...autograd.function import Function, once_differentiable
 
 
-class _BiasGELU(Function):
+class _BiasActivation(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, approximate: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, form: str) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.approximate = approximate
-        return dispatch.kernels_for(x).bias_gelu(x, bias, approximate)
+        ctx.form = form
+        return dispatch.kernels_for(x).bias_activation(x, bias, form)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return *dispatch.kernels_for(grad).bias_gelu_gradient(grad, *ctx.saved_tensors, ctx.approximate), None
+        return *dispatch.kernels_for(grad).bias_activation_gradient(grad, *ctx.saved_tensors, ctx.form), None
 
 
-def bias_gelu(x: Tensor, bias: Tensor | None, *, approximate: str) -> Tensor:
-    """GELU(x + bias), with bias fusion where the linear layer skipped the addition; x is kept for backward.
+def bias_activation(x: Tensor, bias: Tensor | None, *, form: str) -> Tensor:
+    """f(x + bias), with bias fusion where the linear layer skipped the addition; x is kept for backward.
 
-    approximate : "tanh" or "none", as in torch
+    form : "gelu_tanh", "gelu" or "relu2" (`nn.config.ACTIVATIONS`)
     """
-    return functional.gelu(x, approximate=approximate) if bias is None else _BiasGELU.apply(x, bias, approximate)
+    return _BiasActivation.apply(x, bias, form)
 
 
 class _BiasDropoutAdd(Function):

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from summa3d.kernels.mask import Mask
 
 from ...layout.layout import Layout
+from ...layout.random import key
 from ..context import Context
-from ..random import keep_mask, key
+from ..random import keep_mask
 from .bias_fusion import bias_dropout_add
 
 

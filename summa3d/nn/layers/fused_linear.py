@@ -16,7 +16,7 @@ from .product_cache import ProductCache
 
 
 class FusedLinear:
-    """Computes Y₁, Y₂, … = X·W₁, X·W₂, … as one product X·[W₁ W₂ …], for linear layers of one input without biases.
+    """Computes Y₁, Y₂, … = X·W₁, X·W₂, … as one product X·[W₁ W₂ …], for linear layers of one input; all have biases, or none.
 
     Parameters
     ----------
@@ -52,11 +52,18 @@ class FusedLinear:
         rows : the global number of rows, where the blocks of X may be uneven
         """
         rows = x.shape[:-1].numel() * self._ways if rows is None else rows
-        return matmul(x, self.weight(), self._product(rows)).split(self._widths, -1)
+        joint = self.linears[0].vector_sum.joint
+        return matmul(x, self.weight(), self._product(rows), self._bias(), sums_bias=not joint).split(self._widths, -1)
 
     def weight(self) -> Tensor:
         """This rank's block of the joined weight."""
         return self._side_by_side(self._parts())
+
+    def _bias(self) -> Tensor | None:
+        """This rank's blocks of the biases, side by side as those of Y."""
+        layers = [(linear, linear.bias) for linear in self.linears if linear.bias is not None]
+        vectors = [self.context.broadcast_vector(bias, linear.output_layout, linear.n) for linear, bias in layers]
+        return torch.cat(vectors) if vectors else None
 
     def _parts(self) -> list[Tensor]:
         return [linear.weight for linear in self.linears]

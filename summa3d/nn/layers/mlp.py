@@ -1,4 +1,4 @@
-"""Feed-forward layers of a block: with GELU, or gated with SiLU (SwiGLU)."""
+"""Feed-forward layers of a block: with GELU or squared ReLU, or gated with SiLU (SwiGLU)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from summa3d.kernels import dispatch
 from ...autograd.function import Function, once_differentiable
 from ..config import ModelConfig
 from ..context import Context
-from .bias_fusion import bias_gelu
+from .bias_fusion import bias_activation
 from .fused_linear import FusedLinear
 from .linear import Linear
 
 
 class MLP(nn.Module):
-    """Y = GELU(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → [b/(XY), s, h/Z] in the cuboid.
+    """Y = f(X·W1 + b1)·W2 + b2: [b/(XY), s, h/Z] → [b/(XZ), s, f/Y] → [b/(XY), s, h/Z] in the cuboid.
 
     Parameters
     ----------
     hidden, width : the global h and f
     std, out_std : deviations of the first values of W1 and W2
-    approximate : "tanh" for GELU's tanh form (GPT-2); "none" for the exact form (BERT, ViT)
+    activation : f: "gelu_tanh", GELU's tanh form (GPT-2); "gelu", the exact form (BERT, ViT); "relu2", max(0, x)² (Nemotron)
 
-    GELU is local: words are those of the two linear layers.
+    f is local: words are those of the two linear layers.
     """
 
     def __init__(
@@ -37,17 +37,17 @@ class MLP(nn.Module):
         std: float = 0.02,
         out_std: float = 0.02,
         dtype: torch.dtype = torch.float32,
-        approximate: str = "tanh",
+        activation: str = "gelu_tanh",
     ) -> None:
         super().__init__()
-        self.approximate = approximate
+        self.activation = activation
         self.up = Linear(hidden, width, scheme, std=std, dtype=dtype)
         transposed = scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without b2, b2), as in Linear."""
-        return self.down(bias_gelu(*self.up(x, rows, skip_bias_add=True), approximate=self.approximate), rows, skip_bias_add)
+        return self.down(bias_activation(*self.up(x, rows, skip_bias_add=True), form=self.activation), rows, skip_bias_add)
 
 
 class _SwiGLU(Function):
@@ -98,7 +98,7 @@ class GatedMLP(nn.Module):
 
 def new_mlp(config: ModelConfig, context: Context, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:
     """Create the feed-forward layer of the model's family."""
-    if config.architecture.activation == "swiglu":
+    if config.activation_function == "swiglu":
         return GatedMLP(config.hidden, config.ffn_dim, context, out_std=out_std, dtype=dtype)
-    approximate = "tanh" if config.architecture.activation == "gelu_tanh" else "none"
-    return MLP(config.hidden, config.ffn_dim, context, out_std=out_std, dtype=dtype, approximate=approximate)
+    activation = config.activation_function
+    return MLP(config.hidden, config.ffn_dim, context, out_std=out_std, dtype=dtype, activation=activation)

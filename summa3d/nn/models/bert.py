@@ -11,7 +11,7 @@ from ...layout.distribute import collect
 from ..config import ModelConfig
 from ..context import Context
 from ..layers.attention_mask import restarting_positions
-from ..layers.bias_fusion import bias_gelu
+from ..layers.bias_fusion import bias_activation
 from ..layers.dropout import Batch
 from ..layers.embedding import Embedding, Positions
 from ..layers.linear import Linear
@@ -125,7 +125,7 @@ class BERT(Body):
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
         context, inner = self.context, self.transform.output_layout
-        x = self.transform_norm(bias_gelu(*self.transform(x, skip_bias_add=True), approximate="none"))
+        x = self.transform_norm(bias_activation(*self.transform(x, skip_bias_add=True), form="gelu"))
         shape = (batch.rows, batch.sequence, self.config.hidden)
         x = context.as_stored(relayout(context.batch_first(x), shape, context.grid, inner, context.residual))
         return self.embedding.head(x, bias=self.head_bias)

@@ -6,4 +6,7 @@ from .base import LanguageModel
 
 
 class GPT(LanguageModel):
-    """A decoder-only transformer with learned positions, layer norms, GELU and a tied head (the GPT-2 family)."""
+    """A decoder-only transformer with learned positions, layer norms and a tied head (the GPT-2 family).
+
+    Its activation is GELU, or `activation`; heads of k and v may be fewer than those of q (`GroupedAttention`).
+    """

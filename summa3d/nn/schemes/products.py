@@ -90,14 +90,20 @@ def products_of(scheme: str, model: ModelConfig) -> tuple[LaidOutProduct, ...]:
     return tuple(LaidOutProduct(plan) for plan in alone(scheme).block(model, 1))
 
 
+@cache
+def _one_of(scheme: str) -> LaidOutProduct:
+    """A product of the stream, of one element."""
+    own = alone(scheme)
+    return LaidOutProduct(own.plan(own.residual, "nn", 1, 1, 1))
+
+
 def family_of(scheme: str, shape: Mapping[str, int]) -> str:
     """The family of a scheme on a grid.
 
     >>> family_of("cuboid", {"x": 8, "y": 2, "z": 1}), family_of("cuboid", {"x": 2, "y": 2, "z": 2})
     ('FSDP', 'cuboid')
     """
-    own = alone(scheme)
-    product = LaidOutProduct(own.plan(own.residual, "nn", 1, 1, 1))
+    own, product = alone(scheme), _one_of(scheme)
     if product.panels:
         return "2.5-D" if len(own.spec.axes) > 2 else "2-D"
     if parts(own.residual.dims[-1], shape) > 1:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from ...columns import counted
 from ...comm.topology import describe
 from ...errors import GridError, LayoutError
 from ...gemm.algorithms.plan import misfit
@@ -69,7 +70,7 @@ def check_sizes(
         f"{need.dim} {need.size} cannot be split over {'·'.join(need.axes)} = {num_shards} (grid {describe(shape)}).\n"
         f"  {need.why}\n"
         f"  {plural} that fit: {', '.join(map(str, values))}. "
-        f"Grids of {ranks} ranks that fit {', '.join(sizes)}: {fitting}."
+        f"Grids of {counted(ranks, 'rank')} that fit {', '.join(sizes)}: {fitting}."
     )
 
 

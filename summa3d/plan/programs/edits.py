@@ -65,7 +65,9 @@ def sums_of_halves(trace: OpTrace) -> Iterable[Op]:
 def unfused(trace: OpTrace) -> Iterable[Op]:
     """Before PTD-P's kernels, a bias was added in a pass of its own before GELU; before a dropout, and the residual after it."""
     for op in trace:
-        if op.name.startswith(("bias_gelu", "dropout_add", "dropout_gradient")) and not op.layer.endswith("core.dropout"):
+        if op.name.startswith(("bias_gelu", "bias_relu2", "dropout_add", "dropout_gradient")) and not op.layer.endswith(
+            "core.dropout"
+        ):
             many = 2 if op.name.startswith("dropout_add") else 1
             size = min(op.read, op.written)
             yield from [op._replace(name="add", read=size, written=size)] * many

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import sqrt
 from statistics import mean, median
 from typing import Any
 
 from ...errors import Summa3dError
+from ..order import order
 from .bands import band_of
 from .memory import RESERVE, bytes_of
 from .rows import MeasuredStep
@@ -80,18 +80,3 @@ def null_model(rows: Sequence[MeasuredStep]) -> dict[str, float] | None:
                 constant = median(utilisations[:place] + utilisations[place + 1 :])
                 errors.append(own / constant - 1)
     return _sizes(errors) if errors else None
-
-
-def order(measured: Sequence[float], predicted: Sequence[float]) -> dict[str, float | None]:
-    """Spearman's correlation, and Kendall's tau-b with what 95 % of random orders stay below; None below three rows."""
-    if len(measured) < 3 or len(set(measured)) == 1 or len(set(predicted)) == 1:
-        return {"spearman": None, "kendall": None, "kendall_by_chance": None}
-    from scipy.stats import kendalltau, spearmanr
-
-    n = len(measured)
-    chance = 1.645 * sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)))
-    return {
-        "spearman": float(spearmanr(measured, predicted)[0]),
-        "kendall": float(kendalltau(measured, predicted)[0]),
-        "kendall_by_chance": chance,
-    }

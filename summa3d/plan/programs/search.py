@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...cluster import Cluster
+from ...columns import counted
 from ...comm.topology import divisors
 from ...errors import ConfigError, Summa3dError, nearest
 from ...files import toml_value
@@ -133,7 +134,7 @@ def _plans(
     sizes |= {"vocabulary": model.vocabulary, "gpus": ranks, "batch": batch, "ffn": model.ffn_dim, "profile": name}
     fused = program.switches.get("fused_attention", name == "summa3d")
     sizes |= {"dropout": 0.0 if fused else 0.1, "family": "llama" if model.family == "llama" else "gpt2"}
-    if model.family == "llama":
+    if model.grouped:
         sizes["kv_heads"] = model.num_kv_heads
 
     def of(key: str, values: Sequence[Any]) -> Sequence[Any]:
@@ -172,7 +173,8 @@ def as_text(plans: ProgramPlans, name: str, ranks: int, batch: int) -> Iterator[
     from ...columns import aligned
 
     validated = "" if plans.validated else ", not validated: no rows of this program on this machine"
-    yield f"{name} on {ranks} ranks of {plans.cluster.name} by {plans.program}, batch {batch}: ±{plans.band:.0%}{validated}"
+    ranked = counted(ranks, "rank")
+    yield f"{name} on {ranked} of {plans.cluster.name} by {plans.program}, batch {batch}: ±{plans.band:.0%}{validated}"
     rows = [(str(n), str(p), f"{p.seconds:.4g}", f"{p.memory / 2**30:.1f}") for n, p in enumerate(plans.best, start=1)]
     yield from aligned([("", "plan", "seconds", "GiB"), *rows], left=(1,))
     yield f"{plans.considered} plans, {plans.fits} of which fit"

@@ -136,8 +136,9 @@ class Bounds:
     def bytes(self, rows: PlanTable, at: Any, saving: MemoryOption) -> tuple[Any, Any]:
         """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what micro-batches keep."""
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
+        moments = 2 if self.times.train.optimizer == "adamw" else 1
         kinds, place = np.unique(dp, return_inverse=True)
-        each = np.array([sum(kept_per_element(inner.dtype, zero, int(one))) for one in kinds])[place.reshape(-1)]
+        each = np.array([sum(kept_per_element(inner.dtype, zero, int(one), moments)) for one in kinds])[place.reshape(-1)]
         sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at], rows.ranks[at]
         layer = sum(one.words(B, sizes, size) for one in inner.products)
         alone = [self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]

@@ -16,6 +16,7 @@ from ...errors import ConfigError, DataError
 from ...interpreter import spawns_safely
 from ...node_support import affinity
 from ...train.config import Config
+from ...train.progress import Pulse
 from ..questions import training, training_text
 from ..refit import Refit, refit
 from .export import export
@@ -127,7 +128,7 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
         priced = []
         for plan in narrow[key]:
             cells, units = searched.times.store.cells(plan.inner, plan.units)
-            held = memory(plan, cells, units)
+            held = memory(plan, cells, units, searched.times.muon(plan))
             if held.total <= searched.limit:
                 priced.append((searched.times.closed(plan), str(plan), plan, held))
         if priced:
@@ -142,10 +143,11 @@ def _widest(space: Space, node: int) -> int:
 
 
 @contextmanager
-def progress() -> Iterator[Tell]:
-    """A bar on a terminal's stderr: plans done, and cells traced."""
+def progress(label: str = "") -> Iterator[Tell]:
+    """A bar on a terminal's stderr: plans done, and cells traced; elsewhere a line every 10 s, which begins with a label."""
     if not sys.stderr.isatty():
-        yield lambda *state: None
+        pulse = Pulse("plan")
+        yield lambda done, total, traced: pulse.say(f"{label}{done:,} of {total:,} plans done, {traced} cells traced")
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

@@ -12,7 +12,6 @@ from ...parallel.schedule import is_split
 from .memory import memory
 from .plans import MOST_CHUNKS, Plan, is_possible
 from .search import Found, Priced
-from .store import Store
 from .timing import Times
 
 MOST = 16.0
@@ -23,25 +22,25 @@ SHAKE = (0.8, 1.25)
 GIB = 2**30
 
 
-def explain(found: Found, number: int, store: Store) -> Iterator[str]:
+def explain(found: Found, number: int, times: Times) -> Iterator[str]:
     """The lines of --explain NUMBER. Raises ConfigError for a number that no shown plan has."""
     if not 1 <= number <= len(found.best):
         raise ConfigError(f"--explain {number}: the plans that are kept are 1 to {len(found.best)}; --top keeps more.")
-    return _explained(found, number, store)
+    return _explained(found, number, times)
 
 
-def _explained(found: Found, number: int, store: Store) -> Iterator[str]:
+def _explained(found: Found, number: int, times: Times) -> Iterator[str]:
     """The lines of `explain`."""
     one, first = found.best[number - 1], found.best[0]
     others = {"1": first, f"best of {one.plan.family}": found.families[one.plan.family]}
     columns = {str(number): one, **{name: other for name, other in others.items() if other is not one}}
     yield f"\nplan {number}: {one.plan}"
     yield from _terms(columns)
-    yield from _bound(found, one, store)
+    yield from _bound(found, one, times)
     keys = changeable(found.cluster, found.space.dtype)
     if one is not first:
-        yield _smallest_change(found.cluster, keys, one.plan, first.plan, store)
-    yield _regret(found, keys, store)
+        yield _smallest_change(found.cluster, keys, one.plan, first.plan, times)
+    yield _regret(found, keys, times)
 
 
 def _terms(columns: dict[str, Priced]) -> Iterator[str]:
@@ -59,15 +58,14 @@ def _flat(one: Priced) -> dict[str, float]:
     return times | {f"GiB {name}": size / GIB for name, size in zip(one.memory._fields[:5], one.memory, strict=False)}
 
 
-def _bound(found: Found, one: Priced, store: Store) -> Iterator[str]:
+def _bound(found: Found, one: Priced, times: Times) -> Iterator[str]:
     """Which neighbours of a plan need more memory than there is, and which level of links each axis is bound by."""
     limit, plan = found.limit, one.plan
     for what, other in neighbours(plan, found.space.era.schedules):
-        cells, units = store.cells(other.inner, other.units)
-        size = memory(other, cells, units).total
+        cells, units = times.store.cells(other.inner, other.units)
+        size = memory(other, cells, units, times.muon(other)).total
         verdict = "does not fit" if size > limit else "fits"
         yield f"{what} needs {size / GIB:.1f} GiB of {limit / GIB:.1f}: it {verdict}"
-    times = Times(found.cluster, store)
     for axis, size in plan.inner.axes:
         if size > 1:
             level, seconds = times.slowest_level(plan, axis)
@@ -102,10 +100,10 @@ def changeable(cluster: Cluster, dtype: str) -> list[str]:
     ]
 
 
-def _smallest_change(cluster: Cluster, keys: list[str], plan: Plan, first: Plan, store: Store) -> str:
+def _smallest_change(cluster: Cluster, keys: list[str], plan: Plan, first: Plan, times: Times) -> str:
     """The key whose smallest factor puts `plan` before `first`."""
     best = min(
-        ((_least_factor(cluster, key, up, plan, first, store), key) for key in keys for up in (True, False)),
+        ((_least_factor(cluster, key, up, plan, first, times), key) for key in keys for up in (True, False)),
         key=lambda one: (max(one[0], 1 / one[0]), one[1]),
     )
     factor, key = best
@@ -114,43 +112,43 @@ def _smallest_change(cluster: Cluster, keys: list[str], plan: Plan, first: Plan,
     return f"with {factor:.3g}× {key} it would be before plan 1"
 
 
-def _least_factor(cluster: Cluster, key: str, up: bool, plan: Plan, first: Plan, store: Store) -> float:
+def _least_factor(cluster: Cluster, key: str, up: bool, plan: Plan, first: Plan, times: Times) -> float:
     """The factor of `key`, upwards or downwards, at which `plan` is as fast as `first`; MOST where there is none."""
     low, high = 1.0, MOST
-    if not _ahead(cluster, key, high if up else 1 / high, plan, first, store):
+    if not _ahead(cluster, key, high if up else 1 / high, plan, first, times):
         return MOST
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        if _ahead(cluster, key, middle if up else 1 / middle, plan, first, store):
+        if _ahead(cluster, key, middle if up else 1 / middle, plan, first, times):
             high = middle
         else:
             low = middle
     return high if up else 1 / high
 
 
-def _ahead(cluster: Cluster, key: str, factor: float, plan: Plan, first: Plan, store: Store) -> bool:
-    times = changed(cluster, key, factor, store)
-    return times is not None and times.closed(plan) < times.closed(first)
+def _ahead(cluster: Cluster, key: str, factor: float, plan: Plan, first: Plan, times: Times) -> bool:
+    other = changed(cluster, key, factor, times)
+    return other is not None and other.closed(plan) < other.closed(first)
 
 
-def changed(cluster: Cluster, key: str, factor: float, store: Store) -> Times | None:
+def changed(cluster: Cluster, key: str, factor: float, times: Times) -> Times | None:
     """Times on the cluster with one number changed; None where the number cannot be so."""
     try:
-        return Times(cluster.replaced({key: cluster[key] * factor}, "assumed"), store)
+        return times.on(cluster.replaced({key: cluster[key] * factor}, "assumed"))
     except ClusterError:
         return None
 
 
-def _regret(found: Found, keys: list[str], store: Store) -> str:
+def _regret(found: Found, keys: list[str], times: Times) -> str:
     """How much plan 1 loses to the best of the shown plans where one number is other than described."""
     shown = [one.plan for one in {str(one.plan): one for one in (*found.best, *found.families.values())}.values()]
     worst, at = 0.0, "no number"
     for key in keys:
         for factor in SHAKE:
-            times = changed(found.cluster, key, factor, store)
-            if times is None:
+            other = changed(found.cluster, key, factor, times)
+            if other is None:
                 continue
-            seconds = [times.closed(plan) for plan in shown]
+            seconds = [other.closed(plan) for plan in shown]
             if seconds[0] / min(seconds) - 1 > worst:
                 worst, at = seconds[0] / min(seconds) - 1, f"{factor}× {key}"
     return f"regret of plan 1 among the plans shown, if one number is 20 % off: {worst:.1%} at most ({at})"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster, load
+from ...columns import counted
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...table import Column, Table
@@ -17,7 +18,7 @@ from ...train.config import Config
 from ..programs.bands import own_band
 from .explain import explain
 from .export import configured
-from .memory import reserve
+from .memory import usable
 from .plans import Plan
 from .request import Request, bytes_of, request, space_of
 from .search import Found, PlanSearch, Priced, Tell
@@ -76,7 +77,7 @@ class Plans:
         """Say in lines why the plan of this number, from 1, is where it is. Raises ConfigError for a number that there is not."""
         if place < 1:
             raise ConfigError(f"plan {place} is none; the plans are numbered from 1.")
-        return list(explain(self.found, place, self.searched.times.store))
+        return list(explain(self.found, place, self.searched.times))
 
     def as_json(self) -> dict[str, Any]:
         """What ``summa3d plan --json`` prints."""
@@ -85,7 +86,7 @@ class Plans:
     def table(self) -> Table:
         """A row for each plan: seconds, utilization, GiB of the fullest rank, and shares of the step's time."""
         rows = self.as_json()["plans"]
-        limits = f"{self.asked.name} on {self.found.cluster.name}, {self.found.space.ranks} ranks, ±{self.band:.0%}"
+        limits = f"{self.asked.name} on {self.found.cluster.name}, {counted(self.found.space.ranks, 'rank')}, ±{self.band:.0%}"
         return Table(
             limits,
             [
@@ -141,7 +142,7 @@ def find_plans(
     ranks, batch : how many ranks, and sequences of a step
     fix : only plans with these values, as {"pp": 8} or ["pp=8"]
     limit : only plans within these, as ["y<=8"]
-    memory : bytes of a rank, a number or as "70GiB"; the default is the device's less a reserve
+    memory : of a device, bytes or as "40GB", in place of the cluster's; of either a reserve is kept free (`memory.reserve`)
     era : "now", or "2021": all-reduces, every layer recomputed, no ZeRO
     top : how many plans to keep
     processes : other Pythons that trace; a script that asks for some has an ``if __name__ == "__main__":``
@@ -155,6 +156,8 @@ def find_plans(
     if top < 1:
         raise ConfigError(f"--top is {top}; it must be at least 1.")
     described = cluster if isinstance(cluster, Cluster) else load(str(cluster))
+    if memory is not None:
+        described = described.replaced({"device.memory": bytes_of(memory) if isinstance(memory, str) else memory}, "assumed")
     words = [str(model)] if isinstance(model, str | Path) else model
     asked = request(words, batch, described)
     fixes = (
@@ -163,10 +166,7 @@ def find_plans(
         else fix
     )
     space = space_of(asked, described, ranks, batch, era, fixes, limit)
-    whole = described["device.memory"]
-    if isinstance(memory, str):
-        memory = bytes_of(memory)
     store = Store(say, processes)
-    searched = PlanSearch(space, Times(described, store), whole - reserve(whole) if memory is None else memory, top)
+    searched = PlanSearch(space, Times(described, store, asked.config.train), usable(described["device.memory"]), top)
     with closing(store):
         return Plans(searched.run(tell), asked, searched)

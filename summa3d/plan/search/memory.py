@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
+from ...errors import ConfigError
 from ...nn.overlap import BUCKETS_IN_FLIGHT
 from ...train.config import ReplicasConfig, master_dtype
 from ..cells import BLOCK
@@ -18,7 +19,11 @@ from .plans import Plan
 from .stages import fullest, most_in_flight, states
 from .timing import elements_of
 
-CONTEXT = 1.2 * 2**30
+if TYPE_CHECKING:
+    from ..muon import MuonStep
+
+GIB = 2**30
+CONTEXT = 1.2 * GIB
 """Bytes of a device that its context, NCCL and cuBLAS take: assumed."""
 FRAGMENTED = 0.04
 """Of a device's memory that its allocator cannot use: assumed."""
@@ -45,26 +50,57 @@ def reserve(memory: float) -> float:
     return CONTEXT + FRAGMENTED * memory
 
 
+def usable(memory: float) -> float:
+    """Bytes of a device's memory that a plan may use. Raises ConfigError where the reserve leaves none."""
+    if memory <= reserve(memory):
+        raise ConfigError(
+            f"{memory / GIB:.3g} GiB of memory hold no model: {reserve(memory) / GIB:.3g} GiB of them are kept free for the "
+            f"device's context ({CONTEXT / GIB:g} GiB) and for what its allocator cannot use ({FRAGMENTED:.0%})."
+        )
+    return memory - reserve(memory)
+
+
+class DeviceFit(NamedTuple):
+    """Whether so many bytes fit a device: those that are needed, of its memory, and of the reserve that is kept free of it."""
+
+    fits: bool
+    need: float
+    memory: float
+    reserve: float
+
+    def __str__(self) -> str:
+        need, memory, kept = (f"{size / GIB:,.2f} GiB" for size in self[1:])
+        return f"{'fits' if self.fits else 'does not fit'} {memory}: {need} on a rank, and {kept} kept free"
+
+
+def fitting(need: float, memory: float) -> DeviceFit:
+    """Whether a rank that needs so many bytes fits a device. Raises ConfigError where the reserve leaves none."""
+    return DeviceFit(need <= usable(memory), need, memory, reserve(memory))
+
+
 @cache
-def kept_per_element(dtype: str, zero: int, dp: int) -> tuple[float, float, float]:
-    """Bytes per element of parameters with their 16-bit copies, of gradients, and of the optimizer's moments."""
+def kept_per_element(dtype: str, zero: int, dp: int, moments: int = 2) -> tuple[float, float, float]:
+    """Bytes per element of parameters with their 16-bit copies, of gradients, and of moments: of AdamW two words."""
     size, shards = dtype_of(master_dtype(dtype)).nbytes, dp if zero else 1
     copied = (dtype_of(dtype).nbytes if dtype in HALVES else 0) / (dp if zero == 3 else 1)
     whole = size / shards + copied if copied or zero == 3 else size
-    return whole, size / (dp if zero > 1 else 1), 2 * size / shards
+    return whole, size / (dp if zero > 1 else 1), moments * size / shards
 
 
-def memory(plan: Plan, cells: Cells, units: int) -> Memory:
-    """The bytes of the fullest rank. cells, units : as of `Store.cells`."""
+def memory(plan: Plan, cells: Cells, units: int, muon: MuonStep | None = None) -> Memory:
+    """The bytes of the fullest rank. cells, units : as of `Store.cells`. muon : the step of its blocks, where that is Muon's."""
     early = {0, min(1, plan.pp - 1), plan.pp - 1}  # which keep more, where backward is one op
     ranks = fullest(plan.stages, plan.layers) if plan.inner.split else early
-    found = (_of_rank(plan, cells, units, rank) for rank in sorted(ranks))
+    found = (_of_rank(plan, cells, units, rank, muon) for rank in sorted(ranks))
     return max(found, key=lambda one: one.total)
 
 
-def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
+def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | None) -> Memory:
     held, each = elements_of(plan, cells, rank), kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
     parameters, gradients, optimizer = (round(held * one) for one in each)
+    if muon is not None:  # whose moment of a matrix is one word
+        matrices = plan.layers_of(rank) * plan.inner.block_elements // plan.inner.ranks
+        optimizer -= round(matrices * kept_per_element(plan.inner.dtype, plan.zero, plan.dp, 1)[2])
     stages = plan.stages[rank]
     extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}
     nets, tops = ([[one[of] for one in extents[way]] for way in PASSES] for of in (0, 1))
@@ -74,6 +110,7 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int) -> Memory:
         many, saved = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank), max(nets[0])
         activations = many * saved
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
+    top = top if muon is None else max(top, muon.top)
     kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks) * (plan.pp > 1)
     kept += int(summed(plan.inner, held, plan.inner.ranks, plan.micro_batches)) if plan.zero == 2 and plan.dp > 1 else 0
     return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)

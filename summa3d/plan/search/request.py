@@ -6,23 +6,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster
 from ...errors import ConfigError, nearest
-from ...files import read_toml, toml_value, whole
-from ...nn.config import ModelConfig
+from ...files import toml_value, whole
+from ...nn.config import COMMON, ModelConfig, named_models
 from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped, to_table
 from ...train.toml import build, dump, override
 from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
 
-MODELS = Path(__file__).with_name("models.toml")
-COMMON = {"sequence": 2048, "vocabulary": 51200}
-"""Keys of models of text, named or not, that have none of their own: those of Megatron-LM's GPTs."""
 SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 HALF = ("bfloat16", "float16")
+OPTIMIZER = ("train.optimizer=", "train.muon.")
+"""How keys of a configuration begin that a plan does not decide, beside the model's."""
 WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "selective", "full"), "grid.order": (",".join(ORDER),)}
 WORDS |= {"pipeline.schedule": SCHEDULES}
 """Key → the words that it takes, of those that take one of a few."""
@@ -39,13 +37,10 @@ class Request:
     config: Config
 
 
-def models() -> dict[str, dict[str, Any]]:
-    """The models by name, as tables of a configuration's `model`."""
-    return {name: {**COMMON, **keys} for name, keys in read_toml(MODELS).items()}
-
-
 def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cluster) -> Request:
     """The model that words name: a name, a configuration (shipped, or a TOML file), then KEY=VALUE of `model`; or one itself.
+
+    KEY may be of the optimizer too: train.optimizer, train.muon.….
 
     A configuration keeps its dtype; other models have the first of HALF that the cluster has a rate of, else float32.
 
@@ -56,7 +51,7 @@ def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cl
         return _request(asked.family, {"model": dump(asked), "dtype": _dtype_on(cluster)}, batch)
     if isinstance(asked, Config):
         return _request(asked.model.family, to_table(asked), batch)
-    known, given = models(), [word for word in asked if "=" in word]
+    known, given = named_models(), [word for word in asked if "=" in word]
     names = [word for word in asked if "=" not in word]
     if len(names) > 1:
         raise ConfigError(f"--model takes one name and KEY=VALUE; it is given {', '.join(names)}.")
@@ -69,7 +64,7 @@ def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cl
     else:
         every = [*known, *shipped()]
         raise ConfigError(f"unknown model {names[0]!r}; the nearest is {nearest(names[0], every)}. Known: {', '.join(every)}.")
-    override(Config, table, [word if word.startswith("model.") else f"model.{word}" for word in given])
+    override(Config, table, [word if word.startswith(("model.", *OPTIMIZER)) else f"model.{word}" for word in given])
     if not names and table["model"].get("family", "gpt2") in SPECIAL_TOKENS:
         table["model"] = COMMON | table["model"]
     return _request(name, table, batch)

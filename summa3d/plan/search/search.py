@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...cluster import Cluster
+from ...columns import counted
 from ...comm.topology import several
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
@@ -131,7 +132,7 @@ class PlanSearch:
                 heappush(self._waiting, one._replace(floor=max(one.floor, found[0][0]), placements=tuple(found)))
         tell(self.considered, self.considered, self.times.store.traces)
         if not self.done:
-            raise ConfigError(nothing_fits(self.space, self.limit, self.rejected))
+            raise ConfigError(nothing_fits(self.space, self.limit, self.times.cluster["device.memory"], self.rejected))
         return self._found()
 
     def _useful(self, scheme: int, saving: MemoryOption) -> Any:
@@ -216,7 +217,7 @@ class PlanSearch:
         except (LayoutError, GridError, ConfigError) as error:
             self.rejected[plan.family, str(error).partition("\n")[0]] += 1
             return
-        held = memory(plan, cells, units)
+        held = memory(plan, cells, units, self.times.muon(plan))
         if held.total > self.limit:
             self._save(waiting, "memory")
             return
@@ -321,11 +322,11 @@ def flops_of(space: Space, recomputed: bool = False) -> float:
     return float(space.batch * (model.layers * block + 6 * model.sequence * model.hidden * model.vocabulary))
 
 
-def nothing_fits(space: Space, limit: float, rejected: Counter[tuple[str, str]]) -> str:
+def nothing_fits(space: Space, limit: float, whole: float, rejected: Counter[tuple[str, str]]) -> str:
     """Why no plan is left: each family's reasons, the most frequent first."""
     parts = []
     ordered = sorted(rejected.items(), key=lambda one: (FAMILIES.index(one[0][0]), -one[1], one[0][1]))
     for family, lines in groupby(ordered, key=lambda one: one[0][0]):
         parts.append(f"{family}: " + ", ".join(f"{reason} ({many})" for (_, reason), many in [*lines][:3]))
-    size = f"{space.ranks} ranks, batch {space.batch}, {limit / 2**30:.3g} GiB a rank"
+    size = f"{counted(space.ranks, 'rank')}, batch {space.batch}, {limit / 2**30:.3g} GiB a rank of {whole / 2**30:.3g}"
     return f"no plan fits {size}. " + "; ".join(parts) + "."

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ...columns import counted
 from ..programs.bands import own_band
 from .plans import FAMILIES
 from .request import Request
@@ -28,6 +29,7 @@ def as_json(found: Found, asked: Request) -> dict[str, Any]:
         "cluster": found.cluster.name,
         "ranks": found.space.ranks,
         "batch": found.space.batch,
+        "memory": {"device": found.cluster["device.memory"], "limit": round(found.limit)},
         "plans": [_plan(found, asked, one, rank) for rank, one in enumerate(found.best, 1)],
         "families": {family: _plan(found, asked, one, _rank(found, one)) for family, one in found.families.items()},
         "pareto": [{"plan": str(one.plan), "seconds": one.seconds, "bytes": one.memory.total} for one in found.pareto],
@@ -67,7 +69,9 @@ def as_text(found: Found, asked: Request) -> Iterator[str]:
     band, validated = own_band(cluster)
     alike = cluster["band.percent"] / 100
     text = f"±{band:.0%}{'' if validated else ', not validated: nobody has measured this library there'}"
-    yield f"{asked.name} on {cluster.name}, {space.ranks} ranks, batch {space.batch}, {space.dtype}; {text}"
+    optimizer = f", {asked.config.train.optimizer}" if asked.config.train.optimizer != "adamw" else ""
+    size = f"{counted(space.ranks, 'rank')}, batch {space.batch}"
+    yield f"{asked.name} on {cluster.name}, {size}, {space.dtype}{optimizer}; {text}"
     shown = [*found.best, *(one for one in found.families.values() if one not in found.best)]
     width = max(len(str(one.plan)) for one in shown)
     yield f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in COLUMNS)
@@ -81,7 +85,9 @@ def as_text(found: Found, asked: Request) -> Iterator[str]:
         if family not in found.families and any(key[0] == family for key in found.rejected):
             yield f"    no plan of {family}: {_reasons(found, family)}"
     fitted = ", ".join(cluster.fitted) or "nothing"
-    yield f"≈ within {alike:.0%} of plan 1; {found.limit / GIB:.1f} GiB a rank; fitted in {cluster.name}: {fitted}"
+    whole = cluster["device.memory"]
+    kept_free = f"{found.limit / GIB:.1f} GiB a rank: of {whole / GIB:.1f} GiB {(whole - found.limit) / GIB:.1f} are kept free"
+    yield f"≈ within {alike:.0%} of plan 1; {kept_free}; fitted in {cluster.name}: {fitted}"
     yield f"{found.considered} plans divide evenly and hold the weights, {found.priced} were priced"
 
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 from ...cluster import Cluster
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
-from ...train.config import master_dtype
+from ...train.config import TrainConfig, master_dtype
 from ..cells import BLOCK, Cell
 from ..links import loads
+from ..muon import MuonStep, muon_step
 from ..predict import Durations, PredictedStep
 from ..price import Prices, move
 from ..replay import ReplayTimes, replay
@@ -23,6 +24,7 @@ from .stages import fullest
 from .store import Store
 
 CELLS = (ENTER, BLOCK, LEAVE)
+ADAMW = TrainConfig()
 CellKey = tuple[StageGrid, int, tuple[tuple[str, int], ...], int]
 """What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
 
@@ -48,16 +50,24 @@ class After(NamedTuple):
 class Times:
     """Seconds of plans on a cluster.
 
-    `spans` replays traced cells; `least` counts their operations, which is a lower bound.
+    `spans` replays traced cells; `least` counts their operations, which is a lower bound. train : says which optimizer takes the
+    step.
     """
 
-    def __init__(self, cluster: Cluster, store: Store) -> None:
-        self.cluster, self.store = cluster, store
-        self._compute: dict[tuple[StageGrid, int], list[float]] = {}
+    def __init__(self, cluster: Cluster, store: Store, train: TrainConfig = ADAMW) -> None:
+        self.cluster, self.store, self.train = cluster, store, train
+        self._muon: dict[object, MuonStep] = {}
+        self._compute: dict[tuple[StageGrid, int], tuple[list[float], list[tuple[int, Op]]]] = {}
         self._prices: dict[object, Prices] = {}
         self._least: dict[CellKey, Durations] = {}
         self._updates: dict[tuple[StageGrid, int, int], list[float | Op]] = {}
         self._spans: dict[CellKey, dict[tuple[str, str], ReplayTimes]] = {}
+
+    def on(self, cluster: Cluster) -> Times:
+        """Seconds of the same plans on another cluster."""
+        other = Times(cluster, self.store, self.train)
+        other._muon = self._muon
+        return other
 
     # -- links
 
@@ -87,11 +97,14 @@ class Times:
         """Seconds of each kind of operation."""
         prices, key = self.prices_of(plan), (plan.inner, plan.units)
         if key not in self._compute:
-            self._compute[key] = [0.0 if one.op.kind == "move" else prices.price(one.at(units)) for one in cells.kinds]
-        known = self._compute[key]
-        return [
-            prices.price(kind.at(units)) if kind.op.kind == "move" else known[place] for place, kind in enumerate(cells.kinds)
-        ]
+            known = [0.0 if one.op.kind == "move" else prices.price(one.at(units)) for one in cells.kinds]
+            moves = [(place, one.at(units)) for place, one in enumerate(cells.kinds) if one.op.kind == "move"]
+            self._compute[key] = known, moves
+        known, moves = self._compute[key]
+        found = [*known]
+        for place, op in moves:
+            found[place] = sum(prices.move(op))
+        return found
 
     # -- by replay
 
@@ -142,9 +155,29 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
-        held, dp = max(elements_of(plan, cells, rank) for rank in fullest(plan.stages, plan.layers)), plan.dp
-        updated = held if plan.zero in (0, 3) else -(-held // dp)  # the cells of zero 3 update a shard already
-        return After(self._replicas(plan, held), self._optimizer(plan, cells, updated))
+        held, rank = max((elements_of(plan, cells, rank), rank) for rank in fullest(plan.stages, plan.layers))
+        muon = self.muon(plan)
+        taken = held if muon is None else held - plan.layers_of(rank) * cells.elements[BLOCK]  # by AdamW
+        updated = taken if plan.zero in (0, 3) else -(-taken // plan.dp)  # the cells of zero 3 update a shard already
+        optimizer = self._optimizer(plan, cells, updated)
+        return After(self._replicas(plan, held), optimizer + (0.0 if muon is None else self._of_blocks(plan, muon)))
+
+    def muon(self, plan: Plan) -> MuonStep | None:
+        """Muon's step of the blocks of the plan's fullest stage; None where the optimizer is AdamW."""
+        if self.train.optimizer == "adamw":
+            return None
+        inner, layers = plan.inner, max(plan.layers_of(rank) for rank in range(plan.pp))
+        key = inner.scheme, inner.axes, inner.dtype, layers, plan.dp, plan.zero
+        if key not in self._muon:
+            self._muon[key] = muon_step(inner, layers, plan.dp, plan.zero, self.train)
+        return self._muon[key]
+
+    def _of_blocks(self, plan: Plan, muon: MuonStep) -> float:
+        """Seconds of Muon's step, whose communications are over all ranks of a stage."""
+        key = "stage", plan.inner.axes, plan.dp, plan.pp, plan.tile
+        if key not in self._prices:
+            self._prices[key] = Prices(self.cluster, plan.topology())
+        return sum(self._prices[key].seconds(op) for op in muon.ops if op.kind != "wait")
 
     def _replicas(self, plan: Plan, held: int) -> float:
         """Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers.

@@ -186,6 +186,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "ffn": model.ffn_dim,
         "norm_eps": model.eps,
         "rotary_base": model.theta,
+        "activation": model.activation_function,
     }
     filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied}
     table = {**toml.dump(model), **filled}

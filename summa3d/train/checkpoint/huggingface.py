@@ -37,7 +37,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 ORIGINAL = "hf_config.json"
 """Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
 PROPERTIES = {"ffn": "ffn_dim", "norm_eps": "eps", "kv_heads": "num_kv_heads", "rotary_base": "theta"}
-PROPERTIES |= {"rotary_scaling": "scaling", "tied_head": "tied"}
+PROPERTIES |= {"rotary_scaling": "scaling", "tied_head": "tied", "activation": "activation_function"}
 """Key of ModelConfig → the property that fills in the family's default."""
 ONE_RANK = Place({"r": 1})
 """A grid of one rank, on which an exported tensor is assembled."""
@@ -140,6 +140,11 @@ def export_folder(
     model = toml.build(ModelConfig, saved.index["model"], "model.")
     if model.family not in FAMILIES:
         raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}.")
+    if model.family == "gpt2" and model.grouped:
+        raise CheckpointError(
+            f"A gpt2 model of {model.heads} heads and {model.kv_heads} heads of k and v cannot be exported: "
+            f"{FAMILIES['gpt2'].architecture} has as many of each. Our checkpoints hold it, on any grid."
+        )
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
     run = run_of(saved)
@@ -314,7 +319,8 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
             raise CheckpointError(f"{source}: config.json says {wrong} = {found[wrong]!r}, which is neither a number nor text.")
         if len(set(found.values())) > 1:
             raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for these, model.{ours}.")
-        values[ours] = next(iter(found.values()), default)
+        value = next(iter(found.values()), default)
+        values[ours] = mapping.words.get(ours, {}).get(value, value)
     head = original.get("head_dim")
     config = toml.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
     if head is not None and (type(head) is not int or head * config.heads != config.hidden):
@@ -333,9 +339,11 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
         if _lookup(result, key, None) not in allowed:
             toml.assign(result, key, allowed[0])
     for ours, (theirs, _) in mapping.keys.items():
-        value = _ours(model, ours)
+        value, words = _ours(model, ours), mapping.words.get(ours, {})
+        written = next((word for word, meaning in words.items() if meaning == value), value)
         for key in theirs if value is not None else ():
-            toml.assign(result, key, value)
+            if words.get(_lookup(result, key, None)) != value:
+                toml.assign(result, key, written)
     return {**result, "architectures": [mapping.architecture], "dtype": dtype}
 
 

@@ -42,6 +42,7 @@ class Mapping:
     once, layer : rules for the tensors that the model has once, and for those of each layer
     keys : summa3d key → Transformers keys, which must agree, and the value that replaces a missing one
     fixed : Transformers key → values that are supported; the first one is written at export
+    words : summa3d key → Transformers' words for a value → ours; the first of a value's words is written at export
     copies : tied Transformers tensors that no rule reads → the tensor that they must equal
     ignored : suffixes of names that hold no weights
     renamed : keys of older configurations → their present names
@@ -53,6 +54,7 @@ class Mapping:
     layer: tuple[TensorRule, ...]
     keys: dict[str, tuple[tuple[str, ...], Any]]
     fixed: dict[str, tuple[Any, ...]]
+    words: dict[str, dict[str, str]] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
@@ -96,10 +98,12 @@ GPT2 = Mapping(
         "dropout": (("resid_pdrop", "embd_pdrop"), 0.1),
         "attention_dropout": (("attn_pdrop",), 0.1),
         "norm_eps": (("layer_norm_epsilon",), 1e-5),
+        "activation": (("activation_function",), "gelu_new"),
     },
+    words={"activation": {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}},
     fixed={
         "model_type": ("gpt2",),
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+        "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu", "relu2"),
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
         "reorder_and_upcast_attn": (False, True),

@@ -210,6 +210,12 @@ def read(document: Document, config: DataConfig) -> Iterator[bytes]:
 
 def check(config: DataConfig) -> None:
     """Raise DataError where the corpus is missing, or the first of its JSON lines has no text: what is soon seen."""
+    if config.path == "stdlib" and config.tokenizer.startswith("numbers:"):
+        raise DataError(
+            f"data.tokenizer = {config.tokenizer!r} reads token numbers, and data.path = 'stdlib' is text: this configuration "
+            "has no corpus.\n  Set data.path and data.tokenizer, or data.path and data.token_dtype for token numbers (.bin), "
+            "such as\n  --set data.path=train.txt --set data.tokenizer=bpe:32000"
+        )
     parts = {} if config.path == "stdlib" else sources(config)
     for document in (document for files in parts.values() for document in files if document.path.suffix in JSON_LINES):
         with open(document.path, "rb") as lines:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...layout.random import bits, key
 from ...nn.config import ModelConfig
-from ...nn.random import bits, key
 from .tokens import Tokens
 
 SECOND_PIECE_STREAM = 0x7061_6972_0000_0001

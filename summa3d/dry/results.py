@@ -1,0 +1,134 @@
+"""Results of operations on tensors without memory whose shape and dtype are plain.
+
+torch works these out in Python, which takes ten times as long, and imports its compiler for it, 2 s of CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+PLAIN = (None, torch.contiguous_format, torch.preserve_format)
+Rule = Callable[[tuple[Any, ...], Mapping[str, Any]], "Tensor | None"]
+"""Arguments of an operation → its result, or None where torch is to be asked."""
+
+
+def result_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The result of an operation, contiguous and of a storage of its own; None where torch's own result may be another."""
+    rule = RULES.get(name)
+    return None if rule is None else rule(args, kwargs)
+
+
+def _plain(value: Any) -> bool:
+    """Whether it is a tensor without memory that is contiguous, or of one dim, so that what is made of it is."""
+    return isinstance(value, Tensor) and value.is_meta and (value.dim() < 2 or value.is_contiguous())
+
+
+def _empty(shape: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _stays(kwargs: Mapping[str, Any]) -> bool:
+    """Whether options leave a tensor where it is, as it is laid out."""
+    device = kwargs.get("device")
+    return (device is None or device.type == "meta") and kwargs.get("layout") in (None, torch.strided)
+
+
+def _new(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    one = args[0]
+    return _empty(args[1], kwargs.get("dtype") or one.dtype) if one.is_meta and _stays(kwargs) else None
+
+
+def _like(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    one, form = args[0], kwargs.get("memory_format")
+    contiguous = form is torch.contiguous_format or (form in PLAIN and _plain(one))
+    return _empty(one.shape, kwargs.get("dtype") or one.dtype) if one.is_meta and contiguous and _stays(kwargs) else None
+
+
+def _unary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    one = args[0]
+    return _empty(one.shape, one.dtype) if len(args) == 1 and not kwargs and _plain(one) and one.is_floating_point() else None
+
+
+def _broadcast(args: tuple[Any, ...]) -> torch.Size | None:
+    """The shape of one operand, where all others are numbers, or plain and no longer in any dim."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    if len(args) != 2 or not all(map(_plain, tensors)):
+        return None
+    shape = max((one.shape for one in tensors), key=lambda one: (len(one), one.numel()))
+    fits = all(size in (1, whole) for one in tensors for size, whole in zip(one.shape[::-1], shape[::-1], strict=False))
+    return shape if fits else None
+
+
+def _binary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    shape = None if kwargs else _broadcast(args)
+    dtype = None if shape is None else torch.result_type(*args)
+    return None if dtype is None else _empty(shape, dtype)
+
+
+def _quotient(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    return _binary(args, kwargs) if isinstance(args[0], Tensor) and args[0].is_floating_point() else None
+
+
+def _comparison(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    shape = None if kwargs else _broadcast(args)
+    return None if shape is None else _empty(shape, torch.bool)
+
+
+def _clamp(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    one, *ends = args
+    same = _plain(one) and one.dtype != torch.bool and not kwargs and all(type(end) is int for end in ends)
+    return _empty(one.shape, one.dtype) if same else None
+
+
+def _product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    one, other = args
+    fits = one.is_meta and other.is_meta and one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]
+    return _empty((one.shape[0], other.shape[1]), one.dtype) if fits and one.dtype == other.dtype and not kwargs else None
+
+
+def _packs(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors of one dtype and as many dims become one contiguous tensor."""
+    first = parts[0]
+    alike = all(one.is_meta and one.dim() == first.dim() > 0 and one.dtype == first.dtype for one in parts)
+    return alike and any(suggest_memory_format(one) is torch.contiguous_format for one in parts)
+
+
+def _cat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    if kwargs or not _packs(parts):
+        return None
+    shapes = [[*one.shape] for one in parts]
+    whole = shapes[0]
+    whole[dim] = sum(one.pop(dim) for one in [[*shape] for shape in shapes])
+    fits = all(one[:dim] == whole[:dim] and one[dim:][1:] == whole[dim:][1:] for one in shapes)
+    return _empty(whole, parts[0].dtype) if fits else None
+
+
+def _stack(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    first = parts[0]
+    if kwargs or not _packs(parts) or any(one.shape != first.shape for one in parts):
+        return None
+    dim %= first.dim() + 1
+    if dim == first.dim() and not all(map(_plain, parts)):
+        return None
+    return _empty((*first.shape[:dim], len(parts), *first.shape[dim:]), first.dtype)
+
+
+RULES: dict[str, Rule] = {
+    **dict.fromkeys(("new_empty", "new_zeros"), _new),
+    **dict.fromkeys(("empty_like", "ones_like", "zeros_like", "clone", "_to_copy"), _like),
+    **dict.fromkeys(("log", "exp", "neg", "cos", "sin", "rsqrt", "tanh", "sigmoid"), _unary),
+    **dict.fromkeys(("add", "sub", "mul", "bitwise_and"), _binary),
+    **dict.fromkeys(("ge", "gt", "le", "lt", "eq", "ne"), _comparison),
+    "div": _quotient,
+    "clamp": _clamp,
+    "mm": _product,
+    "cat": _cat,
+    "stack": _stack,
+}

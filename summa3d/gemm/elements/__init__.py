@@ -1,0 +1,1 @@
+"""What is done with the elements of distributed matrices: arithmetic, sums, norms, parts, random numbers."""

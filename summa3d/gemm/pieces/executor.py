@@ -1,0 +1,295 @@
+"""The executor of a cuboid product in pieces: operands arrive, and sums leave, while others are multiplied."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+from ...comm.axis import Axis
+from ...comm.device.arrays import Array, is_half, is_on_device
+from ...comm.pending import Pending
+from ...comm.transport.progress import IN_FLIGHT
+from ...layout.layout import split_sizes
+from ..algorithms.workspace import Workspace
+from ..local.blas import accumulation_like, add, scale
+from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule, shared, slabs
+
+WINDOW = 2
+"""Rounds in flight: the one that is waited for, and the next, so that a port does not wait for this rank's arithmetic."""
+
+
+@dataclass
+class PiecedOperand:
+    """An operand on its way along `axis` in rounds, of which there are none where it is here as a whole.
+
+    dim : the dim of the stored block along which it is put together. whole : the gathered shape. own : the range that is here at
+        first. operand : the gathered block as it is multiplied
+    """
+
+    workspace: Workspace
+    name: str
+    axis: Axis
+    dim: int
+    whole: tuple[int, int]
+    rounds: Sequence[Round]
+    own: DimRange
+    operand: Array = None
+
+    def begin(self, block: Array) -> None:
+        """Lay the own block into the gathered one; on the host 16-bit floats are laid into another in float32, too."""
+        self.block = block
+        self.array = self.workspace.buffer(self.name, self.whole, block)
+        wide = is_half(block) and not is_on_device(block)
+        like = accumulation_like(block)
+        self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, like) if wide else self.array
+        self.workspace.copy(self.array[self._at(self.own)], block)
+        self._widen(self.own)
+
+    def post(self, number: int) -> tuple[Pending | None, Pending | None]:
+        """Start a round; returns its receive and its send. A range of columns travels through memory where they are adjacent."""
+        source, receive, target, send = self.rounds[number]
+        coming = None if receive is None else self.axis.start_receive(self._landing(receive), source)
+        if send is None:
+            return coming, None
+        part = self.block[self._at(send)]
+        if self.dim == 1:
+            part = self.workspace.copy(self._adjacent((self.own[0] + send[0], self.own[0] + send[1])), part)
+        return coming, self.axis.start_send(part, target)
+
+    def arrived(self, number: int) -> None:
+        """Put together what a round has brought."""
+        receive = self.rounds[number].receive
+        if receive is None:
+            return
+        if self.dim == 1:
+            self.workspace.copy(self.array[self._at(receive)], self._landing(receive))
+        self._widen(receive)
+
+    def _at(self, part: DimRange) -> Any:
+        return slice(*part) if self.dim == 0 else (slice(None), slice(*part))
+
+    def _landing(self, part: DimRange) -> Array:
+        """Where a range of the gathered block is received."""
+        return self.array[self._at(part)] if self.dim == 0 else self._adjacent(part)
+
+    def _adjacent(self, part: DimRange) -> Array:
+        """Memory of a range of columns, adjacent."""
+        rows = self.whole[0]
+        flat = self.workspace.buffer(f"columns {self.name}", (rows * self.whole[1],), self.array)
+        return flat[rows * part[0] : rows * part[1]].reshape((rows, part[1] - part[0]))
+
+    def _widen(self, part: DimRange) -> None:
+        if self.operand is not self.array:
+            self.workspace.copy(self.operand[self._at(part)], self.array[self._at(part)])
+
+
+class Rounds:
+    """The rounds of arrivals, one after the other, of which `WINDOW` are in flight; and what is sent meanwhile."""
+
+    def __init__(self, arrivals: Sequence[PiecedOperand]) -> None:
+        self._rounds = [(arrival, number) for arrival in arrivals for number in range(len(arrival.rounds))]
+        self._posted: list[Pending | None] = []
+        self._sends: list[Pending] = []
+        self._here = 0
+        self._post()
+
+    def need(self, count: int) -> None:
+        """Return once the first `count` rounds have arrived."""
+        while self._here < count:
+            self._take()
+
+    def progress(self) -> None:
+        """Let MPI move what is in flight, and take what has arrived."""
+        IN_FLIGHT.advance()
+        while self._here < len(self._posted) and ((first := self._posted[self._here]) is None or first.done):
+            self._take()
+
+    def send(self, axis: Axis, array: Array, cell: SumCell) -> None:
+        """Send a cell, which stays as it is until `finish`; its tag tells it from others, whose products may be done before."""
+        self._sends.append(axis.start_send(array, cell.member, cell.number))
+
+    def finish(self) -> None:
+        """Return once all has arrived and all that was sent may be overwritten."""
+        self.need(len(self._rounds))
+        for pending in self._sends:
+            pending.wait()
+        self._sends = []
+
+    def _take(self) -> None:
+        """Wait for the next round, and start the one behind those in flight before anything is done with it."""
+        pending = self._posted[self._here]
+        if pending is not None:
+            pending.wait()
+            self._posted[self._here] = None
+        arrival, number = self._rounds[self._here]
+        self._here += 1
+        self._post()
+        arrival.arrived(number)
+
+    def _post(self) -> None:
+        for arrival, number in self._rounds[len(self._posted) : self._here + WINDOW]:
+            coming, leaving = arrival.post(number)
+            self._posted.append(coming)
+            if leaving is not None:
+                self._sends.append(leaving)
+
+
+class Summation:
+    """The summands of C[m:x, n:y]: they leave along `axis` cell by cell, and those that come are added in the members' order.
+
+    dim : the dim of C that is cut. cells : in the order of their products
+    """
+
+    def __init__(self, workspace: Workspace, axis: Axis, dim: int, whole: tuple[int, int], cells: Sequence[SumCell]) -> None:
+        self.workspace, self.axis, self.dim, self.whole, self.cells = workspace, axis, dim, whole, cells
+        self.sizes = split_sizes(whole[dim], axis.size)
+        self.own = [cell for cell in self.cells if cell.member == axis.index]
+        self.others = [member for member in range(axis.size) if member != axis.index]
+
+    def begin(self, out: Array) -> list[Array]:
+        """Post the receives; returns the memory of each cell."""
+        rest, extent = self.whole[1 - self.dim], self.whole[self.dim]
+        flat = self.workspace.buffer("partial", (rest * extent,), out)
+        own = rest * self.sizes[self.axis.index]
+        parts = self.workspace.buffer("parts", (len(self.others) * own,), out)
+        base = sum(self.sizes[: self.axis.index])
+        self._coming: dict[SumCell, list[tuple[Array, Pending]]] = {cell: [] for cell in self.own}
+        for number, member in enumerate(self.others):
+            for cell in self.own:
+                memory = self._memory(parts[number * own : (number + 1) * own], cell, base)
+                self._coming[cell].append((memory, self.axis.start_receive(memory, member, cell.number)))
+        return [self._memory(flat, cell, 0) for cell in self.cells]
+
+    def _memory(self, flat: Array, cell: SumCell, base: int) -> Array:
+        rest, width = self.whole[1 - self.dim], cell.stop - cell.start
+        shape = (width, rest) if self.dim == 0 else (rest, width)
+        return flat[rest * (cell.start - base) : rest * (cell.stop - base)].reshape(shape)
+
+    def finish(self, memories: list[Array], out: Array, beta: Any) -> None:
+        """out = β·out and the members' summands, added in their order; β·out comes along with this rank's own."""
+        if beta != 0:
+            scale(out, beta)
+        base = sum(self.sizes[: self.axis.index])
+        for cell, own in zip(self.cells, memories, strict=True):
+            if cell.member != self.axis.index:
+                continue
+            low, high = cell.start - base, cell.stop - base
+            target = out[low:high] if self.dim == 0 else out[:, low:high]
+            if beta != 0:
+                own += target
+            coming = [pending.wait() for _, pending in self._coming[cell]]
+            summands = [*coming[: self.axis.index], own, *coming[self.axis.index :]]
+            self.workspace.copy(target, summands[0])
+            for summand in summands[1:]:
+                add(summand, target, 1)
+
+
+class CellMemory(NamedTuple):
+    """Memory of a part of C, its ranges of m and n, and the cell that it is; None where C stays as a whole."""
+
+    ranges: DimRanges
+    memory: Array
+    cell: SumCell | None = None
+
+
+class WholeMoves(NamedTuple):
+    """How operands move that are not cut: the gather of one, memory for a summand and for parts of C, and their sum."""
+
+    gather: Callable[[str, Array], Array]
+    summand: Callable[[Array], tuple[Array, Array | None]]
+    add: Callable[[Array, Array | None, Array, Any], None]
+
+
+class PiecedProduct:
+    """A cuboid product whose messages between nodes travel in `plan.pieces` pieces; in a node's memory they are whole.
+
+    A's pieces arrive along y, then B's along x, `WINDOW` rounds in flight, while what is here is multiplied slab by slab; a
+    cell of C leaves along z as soon as its last product is done. Words are those of the product in one piece; messages are
+    those of `schedule.messages` for each axis that is cut.
+
+    plan : a `CuboidPlan`. moves : of a, b and c, their axis, the dim of their fine split, and the shape of what is gathered
+    """
+
+    def __init__(self, plan: Any, workspace: Workspace, moves: Mapping[str, Any], whole: WholeMoves) -> None:
+        self.plan, self.workspace, self._moves, self._move = plan, workspace, moves, whole
+        self._whole = {name: each.whole for name, each in moves.items()}
+        self._extents = dict(zip(plan.a_names, self._whole["a"], strict=True)) | {"n": self._whole["c"][1]}
+        self._z: Axis = moves["c"].axis
+
+    def run(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
+        """out = α·op(A)·op(B) + β·out."""
+        cut = {name for name, block in (("a", a), ("b", b), ("c", out)) if self._is_cut(name, block)}
+        order = schedule(self._extents, self.plan.fine_dims, {name: self._member(name) for name in cut}, self.plan.pieces)
+        arrivals = [self._arrival(name, block, order, name in cut) for name, block in (("a", a), ("b", b))]
+        flow, work = Rounds(arrivals), prod(self._extents.values())
+        places, finish = self._places(out, beta, order.cells)
+        own_beta = beta if self._z.size == 1 else 0
+        left = Counter(number for step in order.steps for number, place in enumerate(places) if shared(step.ranges, place.ranges))
+        for step in order.steps:
+            flow.need(step.needs)
+            for number, place in enumerate(places):
+                ranges = shared(step.ranges, place.ranges)
+                if ranges is None:
+                    continue
+                for slab in slabs(ranges, work):
+                    self._multiply(arrivals, slab, place, alpha, own_beta if step.first else 1)
+                    flow.progress()
+                left[number] -= 1
+                if left[number] == 0 and place.cell is not None and place.cell.member != self._z.index:
+                    flow.send(self._z, place.memory, place.cell)
+        flow.finish()
+        finish()
+
+    def _member(self, name: str) -> tuple[int, int]:
+        axis = self._moves[name].axis
+        return axis.size, axis.index
+
+    def _is_cut(self, name: str, block: Array) -> bool:
+        moves = self._moves[name]
+        return moves.axis.size > 1 and prod(moves.whole) > 0 and not moves.axis.offers_views(block)
+
+    def _arrival(self, name: str, block: Array, order: PiecedSchedule, cut: bool) -> PiecedOperand:
+        """An operand that arrives in pieces, or as a whole through the node's memory."""
+        moves = self._moves[name]
+        arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, order.rounds[name], order.own[name])
+        if cut:
+            arrival.begin(block)
+        else:
+            empty = prod(moves.whole) == 0
+            whole = self.workspace.buffer(name, moves.whole, block) if empty else self._move.gather(name, block)
+            arrival.operand = self.workspace.widened(name, whole)
+        return arrival
+
+    def _places(self, out: Array, beta: Any, cells: Sequence[SumCell]) -> tuple[list[CellMemory], Callable[[], None]]:
+        """Where products of C go, and what is done with them at the end."""
+        z, (m, n), dim = self._z, self._whole["c"], self.plan.c_fine
+        whole = {"m": (0, m), "n": (0, n)}
+        if m * n == 0:
+            return [], lambda: None
+        if z.size == 1:
+            return [CellMemory(whole, out)], lambda: None
+        if not cells:
+            partial, parts = self._move.summand(out)
+            return [CellMemory(whole, partial)], lambda: self._move.add(partial, parts, out, beta)
+        summation = Summation(self.workspace, z, dim, (m, n), cells)
+        memories = summation.begin(out)
+        cut = zip(cells, memories, strict=True)
+        places = [CellMemory({**whole, "mn"[dim]: (cell.start, cell.stop)}, memory, cell) for cell, memory in cut]
+        return places, lambda: summation.finish(memories, out, beta)
+
+    def _multiply(self, arrivals: Sequence[PiecedOperand], slab: DimRanges, place: CellMemory, alpha: Any, beta: Any) -> None:
+        """One slab: ranges of the operands into those of a place."""
+        letters = (self.plan.a_names, self.plan.b_names)
+        a, b = (one.operand[_index(slab, names)] for one, names in zip(arrivals, letters, strict=True))
+        lows = {letter: place.ranges[letter][0] for letter in "mn"}
+        moved = {letter: (slab[letter][0] - low, slab[letter][1] - low) for letter, low in lows.items()}
+        target = place.memory[_index(moved, "mn")]
+        scratch = None if beta == 0 else self.workspace.scratch(target, prod(self._whole["c"]))
+        self.workspace.accumulate(a, b, self.plan.form, target, alpha, beta, scratch)
+
+
+def _index(ranges: DimRanges, letters: str) -> tuple[slice, ...]:
+    return tuple(slice(*ranges[letter]) for letter in letters)

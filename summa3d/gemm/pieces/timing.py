@@ -1,0 +1,109 @@
+"""Predicted seconds of a product in pieces, by running its schedule on two clocks: that of the port, and that of arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ...dtypes import Dtype
+from ...layout.layout import Coordinates, Layout
+from .schedule import DimRanges, PiecedSchedule, SumCell, schedule, shared
+
+if TYPE_CHECKING:
+    from ..algorithms.cuboid import CuboidPlan
+    from ..cost.machine import Machine
+    from ..cost.steps import GridShape
+
+CHOICES = (1, 2, 4, 8, 16, 32)
+"""Numbers of pieces that are compared."""
+
+
+def schedule_of(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, staged: Collection[str] = ()) -> PiecedSchedule:
+    """The schedule of the rank at these coordinates. staged : axes in the node's memory, whose operands move as a whole."""
+    axes = {"a": plan.y, "b": plan.x, "c": plan.z}
+    members = {
+        operand: (grid_shape[axis], at[axis]) for operand, axis in axes.items() if grid_shape[axis] > 1 and axis not in staged
+    }
+    return schedule(_extents(plan, grid_shape, at), plan.fine_dims, members, plan.pieces)
+
+
+def seconds_of(
+    plan: CuboidPlan,
+    grid_shape: GridShape,
+    at: Coordinates,
+    transfer: Callable[[int], float],
+    multiply: Callable[[int, int, int], float],
+    staged: Collection[str] = (),
+) -> float:
+    """Seconds of a rank's product whose messages travel one after the other; those of several pieces behind what is multiplied.
+
+    transfer : seconds of a message of so many words. multiply : seconds of a local product of these m, n, k
+    """
+    order, extents = schedule_of(plan, grid_shape, at, staged), _extents(plan, grid_shape, at)
+    work, port, arrived = prod(extents.values()), 0.0, [0.0]
+    for operand, names in (("a", "mk"), ("b", "kn")):
+        rest = prod(extents[letter] for letter in names if letter != plan.fine_dims[operand])
+        for one in order.rounds[operand]:
+            widest = max(stop - start for start, stop in (one.receive or (0, 0), one.send or (0, 0)))
+            port += transfer(widest * rest)
+            arrived.append(port)
+    fine = plan.fine_dims["c"]
+    whole = {letter: (0, extents[letter]) for letter in "mn"}
+    places: list[tuple[SumCell | None, DimRanges]] = [(cell, {**whole, fine: (cell.start, cell.stop)}) for cell in order.cells]
+    places = places or [(None, whole)]
+    own, area = (
+        at[plan.z],
+        {number: prod(stop - start for start, stop in place.values()) for number, (_, place) in enumerate(places)},
+    )
+    if plan.pieces == 1:
+        leaving = sum(
+            transfer(area[number]) for number, (cell, _) in enumerate(places) if cell is not None and cell.member != own
+        )
+        return port + leaving + multiply(*(extents[letter] for letter in "mnk"))
+    ends, now = {}, 0.0
+    for step in order.steps:
+        now = max(now, arrived[step.needs])
+        for number, (_, place) in enumerate(places):
+            ranges = shared(step.ranges, place)
+            if ranges is not None and work:
+                now += multiply(*(ranges[letter][1] - ranges[letter][0] for letter in "mnk"))
+                ends[number] = now
+    for number, (cell, _) in sorted(enumerate(places), key=lambda each: ends.get(each[0], 0.0)):
+        if cell is not None and cell.member != own:
+            port = max(port, ends.get(number, 0.0)) + transfer(area[number])
+    return max(port, now)
+
+
+def best_pieces(plan: CuboidPlan, grid_shape: GridShape, dtype: Dtype, machine: Machine) -> int:
+    """The number of pieces of fewest predicted seconds on a described cluster, the same on every rank: 1 in a node's memory."""
+    if machine.node:
+        return 1
+    at = dict.fromkeys(grid_shape, 0)
+    times = {count: predicted(replace(plan, pieces=count), grid_shape, at, dtype, machine) for count in CHOICES}
+    return min(times, key=times.__getitem__)
+
+
+def predicted(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, dtype: Dtype, machine: Machine) -> float:
+    """Seconds of a rank's product on a described cluster; the sums' reading and writing is not hidden."""
+    ranks = prod(grid_shape.values())
+    byte_time, latency = machine.cluster.link(ranks)
+    extents = _extents(plan, grid_shape, at)
+    z = grid_shape[plan.z]
+    sums = 3 * (z - 1) * extents["m"] * extents["n"] / z * dtype.nbytes * machine.cluster.byte_time()
+    return machine.cluster.crowding(ranks) * (
+        sums
+        + seconds_of(
+            plan,
+            grid_shape,
+            at,
+            lambda words: latency + words * dtype.nbytes * byte_time,
+            lambda m, n, k: machine.product(m, n, k, dtype),
+        )
+    )
+
+
+def _extents(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates) -> dict[str, int]:
+    coarse = Layout((plan.x,), (plan.y,), (plan.z,))
+    return dict(zip("mnk", coarse.local_shape((plan.m, plan.n, plan.k), grid_shape, at), strict=True))

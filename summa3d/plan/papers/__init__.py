@@ -1,1 +1,0 @@
-"""Tables of papers beside predictions: rows, the programs that were measured, fits, claims."""

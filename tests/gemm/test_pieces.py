@@ -1,0 +1,139 @@
+"""Products in pieces: right on every grid, with the words of the product in one piece and the messages of the plan."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from cuboids import FORMS, GRIDS, RAGGED, check_product, wholes
+
+from summa3d.cluster import load
+from summa3d.dtypes import dtype_of
+from summa3d.errors import AgreementError, ShapeError
+from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul, volume
+from summa3d.gemm.cost.machine import Machine
+from summa3d.gemm.pieces.schedule import messages, pieces_of, rounds
+from summa3d.gemm.pieces.timing import best_pieces, predicted, seconds_of
+from summa3d.layout import distribute, split_sizes
+
+
+@pytest.mark.mpi(sizes=(2, 3, 4, 6, 8, 12))
+def test_every_form_on_every_grid_is_right_and_costs_its_formula(comm, make_grid):
+    turns = [(1, 0, False), (-1.5, 0, True), (1, 1, True), (0.5, -2, True), (2, 0, False)]
+    for turn, (x, y, z) in enumerate(GRIDS[comm.size]):
+        grid = make_grid(x=x, y=y, z=z, check=comm.size == 4, node_memory=False)
+        for number, form in enumerate(FORMS):
+            m, n, k = RAGGED[(turn + number + comm.size) % len(RAGGED)]
+            fine = {"a_fine": number // 2, "b_fine": number % 2, "c_fine": turn % 2}
+            plan = CuboidPlan(form, m, n, k, pieces=2 + (turn + number) % 3, **fine)
+            check_product(grid, plan, "numpy", "float64", *turns[(turn + number) % len(turns)])
+
+
+@pytest.mark.mpi(sizes=(4, 8))
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("numpy", "complex128"), ("numpy", "float16"), ("torch", "bfloat16"), ("torch", "float32")]
+)
+def test_dtypes(comm, make_grid, kind, dtype):
+    grid = make_grid(**dict(zip("xyz", GRIDS[comm.size][0], strict=True)), check=False, node_memory=False)
+    for number, form in enumerate(FORMS):
+        fine = {"a_fine": number % 2, "b_fine": number // 2, "c_fine": 1 - number % 2}
+        check_product(grid, CuboidPlan(form, 23, 19, 37, pieces=3, **fine), kind, dtype, -1.5, 0.5, True)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_integers_whose_sums_no_blas_takes_are_exact_in_pieces_of_k(comm, make_grid):
+    grid = make_grid(x=2, y=2, z=1, node_memory=False)
+    random = np.random.default_rng(3)
+    a, b = random.integers(-9, 9, (29, 13)), random.integers(-9, 9, (29, 11))
+    plan = CuboidPlan("tn", 13, 11, 29, pieces=3)
+    cuboid = Cuboid(plan, grid)
+    c = cuboid.run(distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout))
+    assert np.array_equal(c, distribute(a.T @ b, grid, plan.c_layout))
+    cost = volume.of_plan(plan, grid.shape, "int64").cost_of(grid.coordinates)
+    assert cuboid.workspace.nbytes == 8 * cost.workspace
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_what_moves_in_a_nodes_memory_is_not_cut(comm, make_grid):
+    grid = make_grid(x=2, y=1, z=2, node_memory=True)
+    for form in FORMS:
+        check_product(grid, CuboidPlan(form, 23, 19, 37, pieces=3), "numpy", "float64", 2, 1, True)
+        one, cut = (volume.of_plan(CuboidPlan(form, 23, 19, 37, pieces=pieces), grid.shape, staged="xyz") for pieces in (1, 3))
+        assert one.costs() == cut.costs()
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_sums_have_the_bits_of_the_product_in_one_piece(comm, make_grid):
+    """Cells are summed in the members' order, and the products of a cell are not divided along k."""
+    grid = make_grid(x=1, y=1, z=3, node_memory=False)
+    plans = [CuboidPlan("nn", 23, 19, 37, pieces=pieces) for pieces in (1, 4)]
+    (a, b, _), *_ = wholes(plans[0], "numpy", "float64")
+    blocks = distribute(a, grid, plans[0].a_layout), distribute(b, grid, plans[0].b_layout)
+    one, cut = (Cuboid(plan, grid).run(*blocks) for plan in plans)
+    assert np.allclose(one, cut, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_ranks_that_ask_for_other_pieces_hear_of_it_before_anything_moves(comm, make_grid):
+    grid = make_grid(x=1, y=2, z=1, node_memory=False)
+    a, b = (
+        DistMatrix.from_global(np.ones(shape), grid, layout)
+        for shape, layout in (((12, 5), "m:(x,y) k:z"), ((5, 8), "k:(z,x) n:y"))
+    )
+    assert np.array_equal(matmul(a, b, pieces=3).to_global(), np.full((12, 8), 5.0))
+    with pytest.raises(AgreementError, match=r"pieces.*2.*on rank 0.*pieces.*4.*on rank 1"):
+        matmul(a, b, pieces=2 + 2 * comm.rank)
+
+
+@pytest.mark.parametrize("pieces", [0, -1, 1.5, "2"])
+def test_a_number_of_pieces_that_cannot_be_is_refused(pieces):
+    with pytest.raises(ShapeError, match="whole number of at least 1"):
+        CuboidPlan("nn", 3, 4, 5, pieces=pieces)
+
+
+def test_every_word_is_exchanged_once_and_both_sides_know_of_it():
+    for sizes in ([5, 4, 0, 4], [1, 1], [7, 3, 2]):
+        for pieces in (1, 2, 5):
+            sent, received = [], []
+            for index in range(len(sizes)):
+                start = sum(sizes[:index])
+                for one in rounds(sizes, index, pieces):
+                    if one.send:
+                        sent.append((index, one.target, start + one.send[0], start + one.send[1]))
+                    if one.receive:
+                        received.append((one.source, index, *one.receive))
+                assert sum(last - first for *_, first, last in received if _[1] == index) == sum(sizes) - sizes[index]
+                assert messages(sizes, index, pieces) == sum(each[1] == index for each in received)
+            assert sorted(sent) == sorted(received)
+
+
+def test_the_seconds_are_those_of_a_pipeline_of_pieces():
+    """One operand that moves, g pieces, word time w, multiply-add time f: the last piece is multiplied after the last arrival."""
+    m, n, k, pieces, word, flop = 48, 20, 10, 4, 3.0, 0.1
+    plan, shape = CuboidPlan("nn", m, n, k, pieces=pieces), {"x": 1, "y": 2, "z": 1}
+    found = seconds_of(plan, shape, {"x": 0, "y": 0, "z": 0}, lambda words: word * words, lambda *sides: flop * np.prod(sides))
+    arithmetic, moved = flop * m * n / 2 * k, word * m / 2 * k
+    assert moved > arithmetic and found == pytest.approx(moved + arithmetic / 2 / pieces)
+    fast = seconds_of(plan, shape, {"x": 0, "y": 0, "z": 0}, lambda words: 0.01 * words, lambda *sides: flop * np.prod(sides))
+    assert fast == pytest.approx(arithmetic)
+    whole = CuboidPlan("nn", m, n, k)
+    after = seconds_of(whole, shape, {"x": 0, "y": 0, "z": 0}, lambda words: word * words, lambda *sides: flop * np.prod(sides))
+    assert after == pytest.approx(moved + arithmetic)
+
+
+def test_the_number_of_pieces_is_one_in_a_node_and_of_fewest_predicted_seconds_elsewhere():
+    plan, shape, dtype = CuboidPlan("nn", 8192, 8192, 8192), {"x": 2, "y": 2, "z": 2}, dtype_of("float32")
+    between, inside = (Machine(load("frontera-rtx"), node=node) for node in (False, True))
+    best = best_pieces(plan, shape, dtype, between)
+    assert best_pieces(plan, shape, dtype, inside) == 1 < best
+    at = {"x": 0, "y": 0, "z": 0}
+    times = {
+        pieces: predicted(CuboidPlan("nn", 8192, 8192, 8192, pieces=pieces), shape, at, dtype, between)
+        for pieces in (1, 2, 4, 8, 16, 32)
+    }
+    assert times[best] == min(times.values()) < 0.9 * times[1]
+    assert best_pieces(CuboidPlan("nn", 8, 8, 8), shape, dtype, between) == 1  # latency is all there is
+
+
+def test_pieces_are_balanced_and_never_empty():
+    assert [pieces_of(extent, 3) for extent in (7, 2, 0)] == [[(0, 3), (3, 5), (5, 7)], [(0, 1), (1, 2)], []]
+    assert split_sizes(7, 3) == [3, 2, 2]
