@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -43,14 +42,11 @@ Pass = Callable[[Mapping[str, Tensor]], Tensor]
 
 def join(world: Any) -> None:
     """Make torch's process group of these ranks, over gloo; collective."""
-    port = None
-    if world.rank == 0:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-    place = {"rank": world.rank, "world_size": world.size, "timeout": timedelta(seconds=120)}
     with on_all_cores():  # gloo's own threads start here
-        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{world.bcast(port)}", **place)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world.rank == 0 else None
+        port = world.bcast(None if store is None else store.port)
+        store = store or dist.TCPStore("127.0.0.1", port)
+        dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size, timeout=timedelta(seconds=120))
 
 
 class PlainStage(nn.Module):
