@@ -29,18 +29,17 @@ def read(path: Path, shape: tuple[int, int], dtype: np.dtype, offset: int, grid:
 def elements(path: Path, shape: tuple[int, int], dtype: np.dtype, offset: int, runs: tuple[Runs, ...]) -> np.ndarray:
     """The elements in ranges of rows and columns of a matrix by rows from `offset` on, in this machine's byte order.
 
-    Runs of some length are read, row by row where they have not all columns; short ones are copied from the mapped file.
+    Whole rows and short runs of columns are copied from the mapped file; longer runs are read, row by row.
     """
     columns = runs[1]
     block = np.empty([sum(run.stop - run.start for run in each) for each in runs], dtype)
     has_whole_rows = block.shape[1] == shape[1] and len(columns) == 1
-    if block.size and not has_whole_rows and block[0].nbytes < SHORT * len(columns):
+    if block.size and (has_whole_rows or block[0].nbytes < SHORT * len(columns)):
         block[...] = taken(np.memmap(path, dtype, "r", offset, shape), runs)
     elif block.size:
         with path.open("rb", buffering=0) as file:
             for (at, across), (row, column) in boxes(runs):
-                pieces = [block[at]] if has_whole_rows else block[at, across]
-                for number, piece in enumerate(pieces):
+                for number, piece in enumerate(block[at, across]):
                     _fill_from(file.fileno(), piece, offset + ((row.start + number) * shape[1] + column.start) * dtype.itemsize)
     return block.astype(dtype.newbyteorder("="), copy=False)
 
