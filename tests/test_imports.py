@@ -102,6 +102,7 @@ def test_a_back_edge_is_found_wherever_it_hides(tmp_path: Path, line: str) -> No
 
 
 BOTH_WAYS = {
+    "gemm/elements": "matrices have its functions as methods; both read the block, layout and grid that products read too",
     "nn/models": "the choice of a grid builds a model to measure it; models are made of a model's sizes",
     "nn/schemes": "parameters are made on a scheme, and schemes read the model's sizes, which users write beside both",
     "plan/search": "the choice of a plan for one run is one search, which prices what plan/ predicts",

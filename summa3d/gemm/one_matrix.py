@@ -95,7 +95,6 @@ def plan_syrk(
     Words of the ring X×K (A in m:x k:y, X odd), mean per rank: ½[(X−1)nk + (K−1)n(n+1)]/P, and of completion those of C
     that a rank does not own, n²/P at most where C is spread evenly.
     Raises what `plan_any` raises; ConfigError for another form or storage.
-    Source: Al Daas et al. 2023 (SPAA), arXiv 2409.11304, for the bound that the factor ½ reaches.
     """
     check_form(form)
     check_storage(storage, out_layout)
