@@ -241,13 +241,17 @@ class Receiver:
 
     def __init__(self, entries: Entries) -> None:
         self.entries, self.number = entries, 0
+        self.expected = deque[Coming]()
+        """Messages that may come through MPI, whose receives have not begun; MPI hands them out in the order of these."""
         self._taken, self._count = set[int](), 0
         self._memories: dict[int, tuple[int, mmap.mmap]] = {}
 
     def expect(self, members: Members, route: Route, array: Array) -> Coming:
         """Expect the next message."""
         self.number += 1
-        return Coming(self, self.number, members, route, array)
+        coming = Coming(self, self.number, members, route, array)
+        self.expected.append(coming)
+        return coming
 
     def memory(self, place: int, made: int, nbytes: int) -> mmap.mmap:
         """The memory of a place, which was made so often, of this size. Raises GridError where it cannot be mapped."""
@@ -283,11 +287,18 @@ class Coming:
 
     def __init__(self, lane: Receiver, number: int, members: Members, route: Route, array: Array) -> None:
         self.lane, self.number, self.members, self.route, self.array = lane, number, members, route, array
+        self._requests: Requests = []
 
     @property
     def done(self) -> bool:
         """Whether it was sent, or comes no more; never waits."""
         return self.lane.entries.closed or self.lane.entries.count_sent >= self.number
+
+    def begin(self) -> None:
+        """Begin to receive it, if it comes through MPI; it was sent."""
+        at = (self.number - 1) % PLACES * WORDS
+        if self.lane.entries.words[at + PLACE] == THROUGH_MPI:
+            self._requests = HostTransport().receive(self.members.comm, self.array, self.route.root, self.route.tag)
 
     def wait(self) -> None:
         """Return once the array is overwritten by the message."""
@@ -296,13 +307,15 @@ class Coming:
             raise GridError(f"the channel of {entries.label} was freed before this message was waited for.")
         if not self.done:
             entries.flags.wait(entries.sent, self.number)
-        at, words = (self.number - 1) % PLACES * WORDS, entries.words
-        elements, code, place, made, nbytes = words[at : at + NBYTES + 1]
-        if place == THROUGH_MPI:
+        while lane.expected and lane.expected[0].number <= self.number:
+            lane.expected.popleft().begin()
+        if self._requests:
             lane.taken(self.number)
-            for request in HostTransport().receive(self.members.comm, array, self.route.root, self.route.tag):
+            for request in self._requests:
                 request.wait()
             return
+        at, words = (self.number - 1) % PLACES * WORDS, entries.words
+        elements, code, place, made, nbytes = words[at : at + NBYTES + 1]
         fits = elements == count(array) and code == CODE_OF[dtype_name(array)]
         if fits:
             get(array, lane.memory(place, made, nbytes))

@@ -68,6 +68,19 @@ def test_a_large_message_goes_through_mpi_between_small_ones(comm, channel):
 
 
 @pytest.mark.mpi(sizes=(2,))
+def test_large_messages_are_those_that_were_posted_whichever_is_waited_for_first(comm, channel):
+    sizes = [LARGEST // 8 + 3, 5, LARGEST // 8 + 3, LARGEST // 8 + 9]
+    if comm.rank == 0:
+        for number, size in enumerate(sizes):
+            channel.send(message(number, size), 1, "F")
+    else:
+        posted = [channel.start_receive(np.empty(size), 1, "F") for size in sizes]
+        for number in (2, 0, 3, 1):
+            assert np.array_equal(posted[number].wait(), message(number, sizes[number])), number
+    channel.finish()
+
+
+@pytest.mark.mpi(sizes=(2,))
 def test_a_message_that_is_waited_for_late_is_not_overwritten(comm, channel):
     if comm.rank == 0:
         for number in range(2 * PLACES):
