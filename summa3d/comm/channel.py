@@ -96,7 +96,7 @@ class Channel:
         ends = {self._tag(stage, kind): (link.source, link.target) for (kind, stage), link in self.links.items()}
         self._lanes = None if axis.check or self.comm == MPI.COMM_NULL else Lanes.over(self._members, ends)
         self._nccl: dict[Link, NcclLink] = {}
-        self._sends: list[Pending] = []
+        self._sends: list[Reported] = []
         self._posted: set[Incoming] = set()  # MPI writes into their arrays, whether or not somebody waits
         self._headers: list[tuple[MPI.Request, bytes]] = []
         self._routes: dict[Any, Route] = {}
@@ -166,7 +166,8 @@ class Channel:
         """Return once all that was sent has arrived."""
         for pending in self._sends:
             flight.mark(pending.number, flight.WAITED_FOR)
-            doze(partial(_is_done, pending))
+            if not pending.on_device:
+                doze(partial(_is_done, pending))
             pending.wait()
         self._sends = []
         doze(lambda: all(request.Test() for request, _ in self._headers))

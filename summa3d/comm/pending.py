@@ -113,6 +113,11 @@ class Reported(Pending):
         self._amounts = Amounts(1, route.words, route.messages, route.words * moved.itemsize, self._on_host(self._issue), cpu)
         self._spans = [span for one in carried.requests if isinstance(one, Timed) for span in one.spans]
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a stream waits for it, and not the host."""
+        return self._device is not None
+
     def _on_host(self, seconds: float) -> float:
         return seconds if self._device is None else float(self._device.on_host(seconds))
 
