@@ -83,7 +83,7 @@ class Job:
         try:
             yield
         except MPI.Exception as error:
-            if "communicators" not in str(error):
+            if not any(word in str(error) for word in ("communicators", "context ID")):  # none left, or none that all ranks have
                 raise
             raise GridError(
                 f"MPI has no communicator left for {asked}: too many grids are in use. Free those that are not needed any more, "

@@ -94,14 +94,21 @@ def test_what_cannot_be_is_refused(comm, make_grid):
         (lambda: DistTensor.from_global(whole_of((5, 3)), grid, "b:x m n"), LayoutError, "describes 3 dims"),
         (lambda: DistMatrix(tensor.block, "b:x m n", grid, (5, 3, 7)), ShapeError, "it takes 2 whole numbers"),
         (lambda: DistMatrix.from_global(whole_of((5, 3, 7)), grid, "b:x m n"), ShapeError, "it takes 2 whole numbers"),
-        (lambda: tensor + tensor.redistribute("b m:x n"), LayoutError, "redistribute('b:x m n')"),
-        (lambda: tensor - DistTensor.from_global(whole_of((5, 3, 6)), grid, "b:x m n"), ShapeError, "Cannot subtract tensors"),
+        (lambda: tensor - DistTensor.from_global(whole_of((5, 3, 6)), grid, "b:x m n"), ShapeError, "(5, 3, 7) and (5, 3, 6)"),
         (lambda: tensor.norm(1), ShapeError, "is one of matrices"),
         (lambda: tensor.norm(inf), ShapeError, "is one of matrices"),
     ):
         with pytest.raises(kind) as caught:
             attempt()
         assert words in str(caught.value), str(caught.value)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_tensors_in_other_layouts_are_added_in_the_layout_of_the_first(comm, make_grid):
+    whole = whole_of((5, 3, 7))
+    tensor = DistTensor.from_global(whole, make_grid(x=2), "b:x m n")
+    added = tensor + tensor.redistribute("b m:x n")
+    assert added.layout == tensor.layout and np.array_equal(added.to_global(), 2 * whole)
 
 
 @pytest.mark.mpi(sizes=(2,))

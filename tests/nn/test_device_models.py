@@ -39,8 +39,9 @@ GELU = ("layer_norm_sums", "layer_norm_gradient_sums", "dropout_add", "dropout_g
 ALONE = {  # family → kernels that one step of it starts, whatever the scheme
     "gpt2": (*GELU, "bias_gelu_tanh", "bias_gelu_tanh_gradient"),
     "llama": ("rms_norm_sums", "rms_norm_gradient_sums", "swiglu", "swiglu_gradient", "rotate", "dropout_add"),
-    "bert": (*GELU, "bias_gelu_none", "bias_gelu_none_gradient"),
-    "vit": (*GELU, "bias_gelu_none", "bias_gelu_none_gradient"),
+    "gpt2-grouped": (*GELU, "bias_relu2", "bias_relu2_gradient"),
+    "bert": (*GELU, "bias_gelu", "bias_gelu_gradient"),
+    "vit": (*GELU, "bias_gelu", "bias_gelu_gradient"),
 }
 ALWAYS = ("row_maximum", "cross_entropy_sums", "cross_entropy_gradient", "adamw")
 
@@ -70,7 +71,8 @@ def compare(found, want, tolerance, what):
     assert found.keys() == want.keys()
     for name, expected in want.items():
         error = (found[name].double() - expected.double()).norm()
-        assert error <= tolerance * expected.double().norm() + 1e-14, (what, name, error)
+        floor = 1e-12 if tolerance < 1e-5 else 1e-14  # what is 0 but for rounding: the bias of k does not move a softmax
+        assert error <= tolerance * expected.double().norm() + floor, (what, name, error)
 
 
 @pytest.mark.mpi(sizes=(1, 2, 4))

@@ -13,7 +13,7 @@ from ...comm.device.arrays import Array, array_problem, cast, dtype_name, is_hal
 from ...errors import ShapeError
 from ...layout.redistribute import redistribute
 from ..distributed import Distributed, Matrix, check_kind
-from .counting import without
+from .counting import wide_dtype, without
 
 SYMBOLS = {operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/"}
 Operation = Callable[[Any, Any], Any]
@@ -94,6 +94,7 @@ def combined(apply: Operation, a: Matrix, b: Any, swapped: bool = False) -> Any:
     if not isinstance(b, Number):
         return refused_operand(b, SYMBOLS[apply])
     a.check_block()
+    wide_dtype(a.block)  # raises an error for what is no number
     scalar = scalar_of(a, b, SYMBOLS[apply])
     return _each(a, lambda block: apply(scalar, block) if swapped else apply(block, scalar), f"A {SYMBOLS[apply]} {b}")
 
