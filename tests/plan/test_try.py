@@ -124,7 +124,7 @@ def test_levels_may_have_the_names_of_tables(tmp_path: Path) -> None:
     assert load(str(tmp_path / "odd.toml")) == odd
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
 def test_the_fastest_plans_are_run_and_their_refit_is_a_cluster(ranks: int, tmp_path: Path) -> None:
     limits = ("--fix", "pp=1", "--limit", "x<=2", "--top", "1", "--try", "2", "--write", str(tmp_path))
     words = ["-m", "summa3d", "plan", *MODEL, "--ranks", str(ranks), *limits, "--json"]
