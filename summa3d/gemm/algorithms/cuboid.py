@@ -138,7 +138,7 @@ class Cuboid(Executor):
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
         if self.plan.pieces > 1:
             whole = WholeMoves(self._gather, self._summand, self._add_parts)
-            return PiecedProduct(self.plan, self.workspace, self._moves, whole).run(a, b, out, alpha, beta)
+            return PiecedProduct(self.plan, self.grid, self.workspace, self._moves, whole).run(a, b, out, alpha, beta)
         first = self._start_gather("a", a, into_workspace=True) if self.y.size > 1 else None
         second = self._start_gather("b", b, into_workspace=True) if self.x.size > 1 else None
         a_gathered = self.workspace.widened("a", a if first is None else first.wait())
@@ -153,8 +153,7 @@ class Cuboid(Executor):
 
     def _gather(self, operand: str, block: Array) -> Array:
         """An operand gathered for a product to come, in the node's memory or in workspace."""
-        axis = self._moves[operand].axis
-        return block if axis.size == 1 else self._start_gather(operand, block, into_workspace=True).wait()
+        return self._start_gather(operand, block, into_workspace=True).wait()
 
     def _summand(self, out: Array) -> tuple[Array, Array | None]:
         """Memory for this rank's summand of C[m:x, n:y], and for the parts to be summed where it is no slot of the node's."""

@@ -24,8 +24,8 @@ from ..algorithms.panels import panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from ..pieces.schedule import messages, pieces_of
-from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter, without
+from ..pieces.schedule import schedule_of
+from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
 
@@ -57,30 +57,26 @@ def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions:
     if grid_shape[plan.z] > 1 and plan.z not in conditions.staged:
         workspace += conditions.wide * (c.workspace + m * n)
     workspace += conditions.widened * (m * k + k * n)
-    moved = a.words + b.words + c.words, a.messages + b.messages + c.messages
-    if plan.pieces == 1:
-        return Cost(*moved, workspace)
-    added = [in_pieces(plan, operand, grid_shape, at, conditions) for operand in "abc"]
-    adds = any(plan.fine_dims[operand] == "k" and moves for operand, (moves, _) in zip("ab", added, strict=False))
-    workspace += m * n * (adds and conditions.scratch)
-    return combined(Cost(*moved, workspace), *(cost for _, cost in added))
+    cost = Cost(a.words + b.words + c.words, a.messages + b.messages + c.messages, workspace)
+    return cost if plan.pieces == 1 else combined(cost, in_pieces(plan, grid_shape, at, conditions))
 
 
-def in_pieces(plan: CuboidPlan, operand: str, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> tuple[int, Cost]:
-    """The messages of an operand in pieces, and what they and memory beside come to over those of the operand as a whole."""
-    layout, shape = dict(zip("abc", plan.stored, strict=True))[operand]
-    axis, fine = {"a": (plan.y, plan.a_fine), "b": (plan.x, plan.b_fine), "c": (plan.z, plan.c_fine)}[operand]
-    size, index = grid_shape[axis], at[axis]
-    if size == 1 or axis in conditions.staged:
-        return 0, Cost(0, 0)
-    gathered = without(layout, axis).local_shape(shape, grid_shape, at)
-    extents = split_sizes(gathered[fine] if prod(gathered) else 0, size)  # where there are no elements there is no message
-    if operand == "c":
-        count = (size - 1) * len(pieces_of(extents[index], plan.pieces))
-        memory = -conditions.wide * block_words(layout, shape, grid_shape, at)
-    else:
-        count, memory = messages(extents, index, plan.pieces), fine * prod(gathered)
-    return count, Cost(0, count - (size - 1), memory)
+def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
+    """What pieces add to a product in one: messages, memory of columns and of sums that are not taken in place, less C's own."""
+    order, messages, memory, adds = schedule_of(plan, grid_shape, at, conditions.staged), 0, 0, False
+    for operand, axis, step in zip("abc", (plan.y, plan.x, plan.z), plan_steps(plan, grid_shape, at), strict=True):
+        size = grid_shape[axis]
+        if size == 1 or axis in conditions.staged:
+            continue
+        count = order.messages(operand, size, at[axis])
+        messages += count - step.messages
+        if operand == "c":
+            memory -= conditions.wide * step.workspace // size
+        else:
+            memory += step.workspace * (plan.a_fine if operand == "a" else plan.b_fine)
+            adds = adds or (plan.fine_dims[operand] == "k" and count > 0)
+    product = order.extents["m"] * order.extents["n"] * (adds and conditions.scratch)
+    return Cost(0, messages, memory + product)
 
 
 # -- panels: summa, tesseract, ca25d ------------------------------------------------------------------------------------------

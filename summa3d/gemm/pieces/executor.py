@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array, is_half, is_on_device
+from ...comm.grid import BaseGrid
 from ...comm.pending import Pending
 from ...comm.transport.progress import IN_FLIGHT
 from ...layout.layout import split_sizes
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
-from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule, shared, slabs
+from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs
 
 WINDOW = 2
 """Rounds in flight: the one that is waited for, and the next, so that a port does not wait for this rank's arithmetic."""
@@ -213,18 +214,19 @@ class PiecedProduct:
     plan : a `CuboidPlan`. moves : of a, b and c, their axis, the dim of their fine split, and the shape of what is gathered
     """
 
-    def __init__(self, plan: Any, workspace: Workspace, moves: Mapping[str, Any], whole: WholeMoves) -> None:
-        self.plan, self.workspace, self._moves, self._move = plan, workspace, moves, whole
-        self._whole = {name: each.whole for name, each in moves.items()}
-        self._extents = dict(zip(plan.a_names, self._whole["a"], strict=True)) | {"n": self._whole["c"][1]}
+    def __init__(self, plan: Any, grid: BaseGrid, workspace: Workspace, moves: Mapping[str, Any], whole: WholeMoves) -> None:
+        self.plan, self.grid, self.workspace, self._moves, self._move = plan, grid, workspace, moves, whole
         self._z: Axis = moves["c"].axis
 
     def run(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """out = α·op(A)·op(B) + β·out."""
-        cut = {name for name, block in (("a", a), ("b", b), ("c", out)) if self._is_cut(name, block)}
-        order = schedule(self._extents, self.plan.fine_dims, {name: self._member(name) for name in cut}, self.plan.pieces)
-        arrivals = [self._arrival(name, block, order, name in cut) for name, block in (("a", a), ("b", b))]
-        flow, work = Rounds(arrivals), prod(self._extents.values())
+        axes = {name: getattr(self.plan, role) for name, role in zip("abc", "yxz", strict=True)}
+        staged = [
+            axes[name] for name, block in zip("abc", (a, b, out), strict=True) if self._moves[name].axis.offers_views(block)
+        ]
+        order = schedule_of(self.plan, self.grid.shape, self.grid.coordinates, staged)
+        arrivals = [self._arrival(name, block, order) for name, block in (("a", a), ("b", b))]
+        flow, work = Rounds(arrivals), prod(order.extents.values())
         places, finish = self._places(out, beta, order.cells)
         own_beta = beta if self._z.size == 1 else 0
         left = Counter(number for step in order.steps for number, place in enumerate(places) if shared(step.ranges, place.ranges))
@@ -243,19 +245,12 @@ class PiecedProduct:
         flow.finish()
         finish()
 
-    def _member(self, name: str) -> tuple[int, int]:
-        axis = self._moves[name].axis
-        return axis.size, axis.index
-
-    def _is_cut(self, name: str, block: Array) -> bool:
+    def _arrival(self, name: str, block: Array, order: PiecedSchedule) -> PiecedOperand:
+        """An operand that arrives in pieces, or as a whole: through the node's memory, or without elements."""
         moves = self._moves[name]
-        return moves.axis.size > 1 and prod(moves.whole) > 0 and not moves.axis.offers_views(block)
-
-    def _arrival(self, name: str, block: Array, order: PiecedSchedule, cut: bool) -> PiecedOperand:
-        """An operand that arrives in pieces, or as a whole through the node's memory."""
-        moves = self._moves[name]
-        arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, order.rounds[name], order.own[name])
-        if cut:
+        rounds, own = order.rounds[name], order.own[name]
+        arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, rounds, own)
+        if name in order.cut:
             arrival.begin(block)
         else:
             empty = prod(moves.whole) == 0
@@ -265,7 +260,7 @@ class PiecedProduct:
 
     def _places(self, out: Array, beta: Any, cells: Sequence[SumCell]) -> tuple[list[CellMemory], Callable[[], None]]:
         """Where products of C go, and what is done with them at the end."""
-        z, (m, n), dim = self._z, self._whole["c"], self.plan.c_fine
+        z, (m, n), dim = self._z, self._moves["c"].whole, self.plan.c_fine
         whole = {"m": (0, m), "n": (0, n)}
         if m * n == 0:
             return [], lambda: None
@@ -287,7 +282,7 @@ class PiecedProduct:
         lows = {letter: place.ranges[letter][0] for letter in "mn"}
         moved = {letter: (slab[letter][0] - low, slab[letter][1] - low) for letter, low in lows.items()}
         target = place.memory[_index(moved, "mn")]
-        scratch = None if beta == 0 else self.workspace.scratch(target, prod(self._whole["c"]))
+        scratch = None if beta == 0 else self.workspace.scratch(target, prod(self._moves["c"].whole))
         self.workspace.accumulate(a, b, self.plan.form, target, alpha, beta, scratch)
 
 

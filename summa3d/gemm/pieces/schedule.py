@@ -5,12 +5,12 @@ All of it follows from sizes and the number of pieces, never from what arrives f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ...layout.layout import split_range, split_sizes
+from ...layout.layout import Coordinates, Layout, split_range, split_sizes
 
 SLABS = 16
 """Local products of a rank, at least, between which MPI is asked to move what is in flight."""
@@ -56,11 +56,6 @@ def rounds(sizes: Sequence[int], index: int, pieces: int) -> list[Round]:
     return found
 
 
-def messages(sizes: Sequence[int], index: int, pieces: int) -> int:
-    """Messages that member `index` receives in `rounds`."""
-    return sum(len(pieces_of(size, pieces)) for member, size in enumerate(sizes) if member != index)
-
-
 class SumCell(NamedTuple):
     """A range of C's rows or columns that is summed onto one member, whose `number`-th it is."""
 
@@ -92,33 +87,48 @@ class Step(NamedTuple):
 class PiecedSchedule(NamedTuple):
     """What a rank does: rounds of A, then of B; its products; and the cells of C, none where C is summed as a whole or stays.
 
-    own : the ranges of A's and B's cut dims that are here at first
+    extents : of m, n, k in the gathered blocks. cut : the operands, of a, b and c, that move in pieces. own : the ranges of A's
+    and B's cut dims that are here at first
     """
 
+    extents: Mapping[str, int]
+    cut: Collection[str]
     rounds: Mapping[str, Sequence[Round]]
     own: Mapping[str, DimRange]
     steps: Sequence[Step]
     cells: Sequence[SumCell]
 
+    def messages(self, operand: str, size: int, index: int) -> int:
+        """Messages that the rank receives of a, b or c, which is cut, as member `index` of an axis of `size` members."""
+        if operand == "c":
+            return (size - 1) * sum(cell.member == index for cell in self.cells)
+        return sum(one.receive is not None for one in self.rounds[operand])
 
-def schedule(
-    extents: Mapping[str, int], letters: Mapping[str, str], members: Mapping[str, tuple[int, int]], pieces: int
-) -> PiecedSchedule:
-    """The schedule of one rank.
 
-    extents : of m, n, k in its gathered blocks. letters : the dim along which a, b and c are put together. members : of each
-    operand that is cut, the size of its axis and the rank's index on it
+def schedule_of(plan: Any, grid_shape: Mapping[str, int], at: Coordinates, staged: Collection[str] = ()) -> PiecedSchedule:
+    """The schedule of the rank at these coordinates.
+
+    plan : a `CuboidPlan`. staged : axes that communicate in the node's memory, whose operands move as a whole; one without
+    elements does not move
     """
+    coarse = Layout((plan.x,), (plan.y,), (plan.z,))
+    extents = dict(zip("mnk", coarse.local_shape((plan.m, plan.n, plan.k), grid_shape, at), strict=True))
+    dims, letters = {"a": plan.a_names, "b": plan.b_names, "c": "mn"}, plan.fine_dims
+    members = {
+        operand: (grid_shape[axis], at[axis])
+        for operand, axis in (("a", plan.y), ("b", plan.x), ("c", plan.z))
+        if grid_shape[axis] > 1 and axis not in staged and all(extents[letter] for letter in dims[operand])
+    }
     sizes = {operand: split_sizes(extents[letters[operand]], size) for operand, (size, _) in members.items()}
     moving: dict[str, Sequence[Round]] = {"a": (), "b": ()}
     own = {operand: (0, extents[letters[operand]]) for operand in "ab"}
     for operand in sizes.keys() & own.keys():
         index = members[operand][1]
         start = sum(sizes[operand][:index])
-        moving[operand] = rounds(sizes[operand], index, pieces)
+        moving[operand] = rounds(sizes[operand], index, plan.pieces)
         own[operand] = start, start + sizes[operand][index]
-    left = cells(sizes["c"], members["c"][1], pieces) if "c" in members else ()
-    return PiecedSchedule(moving, own, _steps(extents, letters, moving, own), left)
+    left = cells(sizes["c"], members["c"][1], plan.pieces) if "c" in members else ()
+    return PiecedSchedule(extents, members.keys(), moving, own, _steps(extents, letters, moving, own), left)
 
 
 def _steps(

@@ -8,8 +8,8 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ...dtypes import Dtype
-from ...layout.layout import Coordinates, Layout
-from .schedule import DimRanges, PiecedSchedule, SumCell, schedule, shared
+from ...layout.layout import Coordinates
+from .schedule import DimRanges, SumCell, schedule_of, shared
 
 if TYPE_CHECKING:
     from ..algorithms.cuboid import CuboidPlan
@@ -18,15 +18,6 @@ if TYPE_CHECKING:
 
 CHOICES = (1, 2, 4, 8, 16, 32)
 """Numbers of pieces that are compared."""
-
-
-def schedule_of(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, staged: Collection[str] = ()) -> PiecedSchedule:
-    """The schedule of the rank at these coordinates. staged : axes in the node's memory, whose operands move as a whole."""
-    axes = {"a": plan.y, "b": plan.x, "c": plan.z}
-    members = {
-        operand: (grid_shape[axis], at[axis]) for operand, axis in axes.items() if grid_shape[axis] > 1 and axis not in staged
-    }
-    return schedule(_extents(plan, grid_shape, at), plan.fine_dims, members, plan.pieces)
 
 
 def seconds_of(
@@ -41,7 +32,8 @@ def seconds_of(
 
     transfer : seconds of a message of so many words. multiply : seconds of a local product of these m, n, k
     """
-    order, extents = schedule_of(plan, grid_shape, at, staged), _extents(plan, grid_shape, at)
+    order = schedule_of(plan, grid_shape, at, staged)
+    extents = order.extents
     work, port, arrived = prod(extents.values()), 0.0, [0.0]
     for operand, names in (("a", "mk"), ("b", "kn")):
         rest = prod(extents[letter] for letter in names if letter != plan.fine_dims[operand])
@@ -89,8 +81,7 @@ def predicted(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, dtype: D
     """Seconds of a rank's product on a described cluster; the sums' reading and writing is not hidden."""
     ranks = prod(grid_shape.values())
     byte_time, latency = machine.cluster.link(ranks)
-    extents = _extents(plan, grid_shape, at)
-    z = grid_shape[plan.z]
+    extents, z = schedule_of(plan, grid_shape, at).extents, grid_shape[plan.z]
     sums = 3 * (z - 1) * extents["m"] * extents["n"] / z * dtype.nbytes * machine.cluster.byte_time()
     return machine.cluster.crowding(ranks) * (
         sums
@@ -102,8 +93,3 @@ def predicted(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, dtype: D
             lambda m, n, k: machine.product(m, n, k, dtype),
         )
     )
-
-
-def _extents(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates) -> dict[str, int]:
-    coarse = Layout((plan.x,), (plan.y,), (plan.z,))
-    return dict(zip("mnk", coarse.local_shape((plan.m, plan.n, plan.k), grid_shape, at), strict=True))
