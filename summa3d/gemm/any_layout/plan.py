@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -70,8 +71,31 @@ class Alternative(NamedTuple):
     seconds: float
 
 
+class PlannedWords(ABC):
+    """The words of a plan that is exact for each rank."""
+
+    @cached_property
+    @abstractmethod
+    def received(self) -> dict[str, np.ndarray]:
+        """Words that each rank receives, by what moves."""
+
+    def words_of(self, rank: int) -> int:
+        """Words that `rank` receives."""
+        return sum(int(words[rank]) for words in self.received.values())
+
+    @property
+    def words(self) -> int:
+        """Words that all ranks receive together."""
+        return sum(int(words.sum()) for words in self.received.values())
+
+    @property
+    def max_words(self) -> int:
+        """Words of the rank that receives most."""
+        return int(sum(self.received.values()).max())  # type: ignore[union-attr]
+
+
 @dataclass(frozen=True, eq=False)
-class AnyPlan:
+class AnyPlan(PlannedWords):
     """A product of two tensors by a compute layout, which gives each axis of a grid to one of its letters, or to none of them.
 
     C (m×n) = op(A)·op(B) has the letters m, n and k; `einsum` has any. A rank fetches of A and B its parts of their letters; its
@@ -197,20 +221,6 @@ class AnyPlan:
     def _parts(self, names: str, splits: Splits) -> list[RankParts]:
         """What each rank computes with of some letters."""
         return [parts_of(self.space, self.extents[letter], split) for letter, split in zip(names, splits, strict=True)]
-
-    def words_of(self, rank: int) -> int:
-        """Words that `rank` receives."""
-        return sum(int(words[rank]) for words in self.received.values())
-
-    @property
-    def words(self) -> int:
-        """Words that all ranks receive together."""
-        return sum(int(words.sum()) for words in self.received.values())
-
-    @property
-    def max_words(self) -> int:
-        """Words of the rank that receives most."""
-        return int(sum(self.received.values()).max())  # type: ignore[union-attr]
 
     @property
     def max_multiply_adds(self) -> int:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from ...columns import aligned
+from ...columns import aligned, counted
 from ...comm.grid import BaseGrid
 from ...dtypes import HALVES, Dtype, dtype_of
 from ...errors import ConfigError
 from ...layout.cyclic import Ownership
 from ...layout.redistribute import Placement, Redistribution
-from ..any_layout.plan import AnyPlan, Owned
+from ..any_layout.plan import AnyPlan, Owned, PlannedWords
 from ..any_layout.planned import plan_any
 from ..any_layout.vectors import DealtParts, RangeParts, RankParts, RankSpace, overlap
 from ..cost.machine import Machine
@@ -28,7 +28,7 @@ FORMS = {"n": "nt", "t": "tn", "c": "cn", **{form: form for form in ("nt", "tn",
 
 
 @dataclass(frozen=True, eq=False)
-class SymmetricPlan:
+class SymmetricPlan(PlannedWords):
     """C (n×n) = op(A)·op(A)ᵀ, or ᴴ, of one matrix A: each pair of an element and its mirror image is computed once.
 
     A rank fetches the parts of rows that meet on it, makes blocks of C's half, adds them to those of its group, and owns a share
@@ -100,20 +100,6 @@ class SymmetricPlan:
             found["c"] = rows.size * columns.size - own.sum(0)
         return found
 
-    def words_of(self, rank: int) -> int:
-        """Words that `rank` receives."""
-        return sum(int(words[rank]) for words in self.received.values())
-
-    @property
-    def words(self) -> int:
-        """Words that all ranks receive together."""
-        return sum(int(words.sum()) for words in self.received.values())
-
-    @property
-    def max_words(self) -> int:
-        """Words of the rank that receives most."""
-        return int(sum(self.received.values()).max())  # type: ignore[union-attr]
-
     def multiply_adds_of(self, rank: int) -> int:
         """Multiply-adds of `rank`; all ranks together do n·(n+1)/2·k."""
         return int(self.work.multiply_adds()[rank])
@@ -181,7 +167,7 @@ class SymmetricPlan:
         return f"SymmetricPlan({self.form} {self.n}×{self.n}×{self.k}, A {self.a.layout}, {goal}, by {self.way} {axes})"
 
     def __str__(self) -> str:
-        ranks = f"{self.dtype.name}, on {len(self.space)} ranks"
+        ranks = f"{self.dtype.name}, on {counted(len(self.space), 'rank')}"
         head = f"C {self.n}×{self.n}, a product of form {self.form} of one matrix, k {self.k}, {ranks}"
         rows: list[tuple[str, ...]] = [("", "words", "most of a rank", "multiply-adds, most of a rank", "messages", "seconds")]
         compared: list[tuple[str, SymmetricPlan | AnyPlan]] = [(self.way, self), ("general", self.general)]
