@@ -8,23 +8,13 @@ import numpy
 import pytest
 import torch
 from any_layouts import random_case, stored
+from distributed_gradients import block_of, check_gradients, is_block_of
 
 from summa3d.autograd import matmul, product
 from summa3d.comm.grid import Grid, Place
 from summa3d.errors import GridError, ShapeError
 from summa3d.gemm import plan_syrk
 from summa3d.gemm.any_layout.planned import plan_any
-from summa3d.gemm.matrix import DistMatrix
-
-
-def block_of(whole, grid, layout):
-    """This rank's block, a leaf of the graph."""
-    return DistMatrix.from_global(whole.detach(), grid, layout).block.requires_grad_()
-
-
-def is_block_of(block, grid, layout, whole):
-    """Whether each rank has its block of `whole` in `layout`."""
-    return torch.allclose(block, block_of(whole, grid, layout).detach(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.mpi(sizes=(4, 6))
@@ -42,15 +32,7 @@ def test_random_products_have_torchs_gradients_and_move_the_words_of_their_plans
         with Grid(comm, case.grids[0]) as grid:
             plan = plan_any(case.a, case.b, case.m, case.n, case.k, grid, case.c, case.form, objective=case.objective)
             bound = product(plan, grid)
-            own_a, own_b = block_of(a, grid, case.a), block_of(b, grid, case.b)
-            with grid.ledger.watch() as forward:
-                c = matmul(own_a, own_b, bound)
-            with grid.ledger.watch() as backward:
-                c.backward(block_of(dc, grid, plan.c.layout).detach())
-            assert is_block_of(c.detach(), grid, plan.c.layout, want), repr(plan)
-            assert is_block_of(own_a.grad, grid, case.a, a.grad) and is_block_of(own_b.grad, grid, case.b, b.grad), repr(plan)
-            assert forward.words == plan.words_of(comm.rank)
-            assert backward.words == sum(one.words_of(comm.rank) for one in bound.plans)
+            check_gradients(grid, case, plan, bound, matmul, (a, b, want, dc), comm.rank)
 
 
 @pytest.mark.mpi(sizes=(4,))

@@ -7,21 +7,12 @@ from random import Random
 import pytest
 import torch
 from any_layouts import random_lettered
+from distributed_gradients import block_of, check_gradients
 
 from summa3d.autograd import EinsumProduct, einsum
 from summa3d.comm.grid import Grid
 from summa3d.errors import AgreementError, GridError, ShapeError
-from summa3d.gemm import DistTensor, plan_any, plan_einsum
-
-
-def block_of(whole, grid, layout):
-    """This rank's block, a leaf of the graph."""
-    return DistTensor.from_global(whole.detach(), grid, layout).block.requires_grad_()
-
-
-def is_block_of(block, grid, layout, whole):
-    """Whether each rank has its block of `whole` in `layout`."""
-    return torch.allclose(block, block_of(whole, grid, layout).detach(), rtol=0, atol=1e-12)
+from summa3d.gemm import plan_any, plan_einsum
 
 
 @pytest.mark.mpi(sizes=(2, 4, 6))
@@ -39,15 +30,7 @@ def test_random_products_have_torchs_gradients_and_move_the_words_of_their_plans
             name = str(kind).removeprefix("torch.")
             plan = plan_einsum(case.subscripts, case.a, case.b, case.extents, grid, case.c, name, case.objective)
             bound = EinsumProduct(plan, grid)
-            own_a, own_b = block_of(a, grid, case.a), block_of(b, grid, case.b)
-            with grid.ledger.watch() as forward:
-                c = einsum(own_a, own_b, bound)
-            with grid.ledger.watch() as backward:
-                c.backward(block_of(dc, grid, plan.c.layout).detach())
-            assert is_block_of(c.detach(), grid, plan.c.layout, want), repr(plan)
-            assert is_block_of(own_a.grad, grid, case.a, a.grad) and is_block_of(own_b.grad, grid, case.b, b.grad), repr(plan)
-            assert forward.words == plan.words_of(comm.rank)
-            assert backward.words == sum(one.words_of(comm.rank) for one in bound.plans)
+            check_gradients(grid, case, plan, bound, einsum, (a, b, want, dc), comm.rank)
 
 
 @pytest.mark.mpi(sizes=(2,))
