@@ -137,6 +137,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError("--ranks is for --dry-run. A run trains on the ranks that were started: summa3d launch -n N train …")
     if args.plot is not None and not args.dry_run:
         raise ConfigError("--plot draws what --dry-run reports of every grid. A run's losses are drawn by `summa3d plot`.")
+    if args.plot is not None and args.grids is not None:
+        raise ConfigError("--plot draws every grid of the scheme by itself, and --grids prints a table. Give one of them.")
     if args.plot is not None and args.plot.suffix[1:] not in FORMATS:
         raise ConfigError(f"--plot {args.plot} names no format; end it in one of .{', .'.join(FORMATS)}.")
     if args.dry_run and args.trace:
@@ -353,7 +355,6 @@ def _dry_run(config: Config, args: argparse.Namespace) -> int:
 
 def _compare_grids(args: argparse.Namespace, source: str) -> int:
     """Print a table of grids on rank 0; returns the exit status. Raises ConfigError for what names no grids."""
-
     from mpi4py import MPI
 
     from ..cluster import load

@@ -9,14 +9,14 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, NamedTuple
 
+from ..comm.topology import OUTER
 from ..errors import GridError, LayoutError
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..train.config import Config
-from ..train.dry_run import dry_run
+from ..train.dry_run import MEBI, dry_run
 
-MEBI, GAP = 1 << 20, (3, 3)
-OUTER = ("dp", "pp")
-"""The axes of replicas and stages, which keep their sizes."""
+GAP = (3, 3)
+"""Points between a mark and its text."""
 
 
 class GridPoint(NamedTuple):

@@ -8,7 +8,7 @@ from math import inf, prod
 from typing import Any
 
 from ..cluster import Cluster
-from ..comm.topology import describe, divisors, several
+from ..comm.topology import OUTER, describe, divisors, several
 from ..errors import ConfigError, GridError, LayoutError, Summa3dError
 from ..files import grid_of
 from ..nn.choose import FOR_MODELS, SchemeChoice
@@ -22,7 +22,6 @@ from .search.memory import usable
 from .search.timing import Times
 
 ALL = "all"
-OUTER = ("dp", "pp")
 STATES = ("parameters", "gradients", "optimizer")
 Asked = tuple[str, dict[str, int]]
 """A scheme, and the sizes of all axes of a grid."""

@@ -50,6 +50,7 @@ def test_the_command_draws_beside_its_report_and_refuses_what_says_nothing(tmp_p
     for options, words in (
         (["--plot", "grids.svg"], "draws what --dry-run reports"),
         (["--dry-run", "--plot", "a.gif"], "no format"),
+        (["--dry-run", "--plot", "a.svg", "--grids", "all", "--ranks", "2"], "--grids prints a table. Give one of them"),
     ):
         refused = jobs.run_serial([*asked, *options], cwd=tmp_path)
         assert refused.status != 0 and words in refused.stderr
