@@ -94,7 +94,6 @@ def combined(apply: Operation, a: Matrix, b: Any, swapped: bool = False) -> Any:
     if not isinstance(b, Number):
         return refused_operand(b, SYMBOLS[apply])
     a.check_block()
-    wide_dtype(a.block)  # raises an error for what is no number
     scalar = scalar_of(a, b, SYMBOLS[apply])
     return _each(a, lambda block: apply(scalar, block) if swapped else apply(block, scalar), f"A {SYMBOLS[apply]} {b}")
 
@@ -136,6 +135,7 @@ def _each(a: Matrix, function: Callable[[Array], Array], what: str, is_transpose
     try:
         block = function(a.block)
     except (TypeError, OverflowError, RuntimeError) as error:  # numpy's, Python's and torch's
+        wide_dtype(a.block)  # which raises an error of its own for what is no number
         raise ShapeError(f"{what} of a {dtype_name(a.block)} matrix: {error}.") from error
     if is_half(a.block) and what != "astype":  # those of ml_dtypes grow to float32
         block = cast(block, a.block)
