@@ -29,6 +29,8 @@ THROUGH_MPI = -1
 ENTRIES = PLACES * (WORDS * 8 + NOTE)
 """Bytes of a lane's entries, and of the notes that locate its places."""
 DTYPES = tuple(DATATYPES)
+HOST = HostTransport()
+"""What carries messages that are large."""
 Ends = tuple[int, int]
 """The members that send and receive along a lane."""
 
@@ -79,7 +81,7 @@ class Lanes:
 
     def carry(self, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
         """Begin a message of `route`, whose tag has a lane, as `HostTransport.carry` does."""
-        HostTransport().datatype(array)  # raises the same error
+        HOST.datatype(array)  # raises the same error
         if route.operation == "send":
             return Carried([self.senders[route.tag].send(members, route, contiguous(array))], lambda: None, None, array)
         return Carried([self.receivers[route.tag].expect(members, route, array)], lambda: array, None, array)
@@ -212,7 +214,7 @@ class Leaving:
 
     def through_mpi(self) -> Requests:
         """Begin to send it through MPI."""
-        return HostTransport().send(self.members.comm, self.array, self.route.root, self.route.tag)
+        return HOST.send(self.members.comm, self.array, self.route.root, self.route.tag)
 
     @property
     def done(self) -> bool:
@@ -298,7 +300,7 @@ class Coming:
         """Begin to receive it, if it comes through MPI; it was sent."""
         at = (self.number - 1) % PLACES * WORDS
         if self.lane.entries.words[at + PLACE] == THROUGH_MPI:
-            self._requests = HostTransport().receive(self.members.comm, self.array, self.route.root, self.route.tag)
+            self._requests = HOST.receive(self.members.comm, self.array, self.route.root, self.route.tag)
 
     def wait(self) -> None:
         """Return once the array is overwritten by the message."""
