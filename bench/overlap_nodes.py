@@ -16,7 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from common import conclude, environment, from_ranks, note, options, printed, save
-from ranks import in_turn, on_machine, started, tell
+from ranks import in_turn, on_machine, seconds, started, tell
 
 from summa3d.columns import aligned
 
@@ -107,10 +107,10 @@ HEADINGS = (
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text, in milliseconds."""
     best = row["best"]
-    seconds = {name: 1e3 * median(times) for name, times in row["seconds"].items()}
-    figures = (seconds[name] for name in ("arithmetic", "messages", "1", best))
+    taken = {name: 1e3 * median(times) for name, times in row["seconds"].items()}
+    figures = (taken[name] for name in ("arithmetic", "messages", "1", best))
     size = "·".join(str(row["sizes"][letter]) for letter in "mnk")
-    ratios = (row["reached"], row["faster"], seconds[best] / 1e3 / row["predicted"][best])
+    ratios = (row["reached"], row["faster"], taken[best] / 1e3 / row["predicted"][best])
     return (row["case"], size, *(f"{figure:.0f}" for figure in figures), best, *(f"{ratio:.2f}" for ratio in ratios))
 
 
@@ -155,16 +155,7 @@ def rate_of(world: Any, scale: int) -> float:
 
 def timed(world: Any, act: Callable[[], object]) -> Callable[[], float]:
     """A stopwatch of an act on all ranks, until the last is done."""
-    from time import perf_counter
-
-    def stopwatch() -> float:
-        world.Barrier()
-        start = perf_counter()
-        act()
-        world.Barrier()
-        return perf_counter() - start
-
-    return stopwatch
+    return lambda: world.Barrier() or seconds(lambda: (act(), world.Barrier()))
 
 
 def measured(case: Case, rate: float, scale: int, rounds: int, world: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Pulse:
             print(f"summa3d {self._command}: {text}, {clock(now - self._began)} so far", file=sys.stderr, flush=True)
 
     def of(self, what: str) -> Callable[[int, int], None]:
-        """What is told (how many are done, of how many), and says so of `what`, and the time that is left if all take as long."""
+        """Return a callback of (done, total) that prints the progress of `what`, with the remaining time by the mean so far."""
         began = time.monotonic()
 
         def tell(done: int, total: int) -> None:

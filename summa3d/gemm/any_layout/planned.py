@@ -116,7 +116,7 @@ def _planned(
     """The plan of a product whose sizes are checked; layouts and grids of A, B and C, of which A's grid stands for None."""
     first, _, last = grids
     if last is not None and layouts[2] is None:
-        raise ConfigError(f"out_grid is {last}, and out_layout says nothing of where C shall lie on it. Pass both.")
+        raise ConfigError(f"out_grid is {last}, and there is no out_layout of C on it. Pass both.")
     places = [first, *(one or first for one in grids[1:])]
     distinct = list(dict.fromkeys(places))
     spaces = tuple(RankSpace.on(first) if len(distinct) == 1 else RankSpace.among_everyone(one) for one in distinct)

@@ -40,7 +40,7 @@ class Mirrored(NamedTuple):
 
 
 class Completion:
-    """The shares of a plan (`SymmetricPlan.shares`) bound to an axis of all ranks and to where C shall lie.
+    """The shares of a plan (`SymmetricPlan.shares`) bound to an axis of all ranks and to the output layout of C.
 
     Words: those of this rank's block of C that it does not own, the mirror images of what it owns included.
     """
