@@ -127,6 +127,14 @@ def picked(case: Any, world: Any) -> list[Any]:
 
 def peers_of(case: Any, world: Any) -> list[Any]:
     """The DTensor model on the same ranks, once with its main thread bound to a core as ours is, and once free; collective."""
+    from summa3d.launch.runtime import on_all_cores
+
+    stack = dtensor_stack(case, gloo_mesh(world))
+    return [Peer(BOUND, stack, case, world, nullcontext), Peer(FREE, stack, case, world, on_all_cores)]
+
+
+def gloo_mesh(world: Any) -> Any:
+    """A mesh of torch's of all ranks, in a process group of its own that gloo serves; collective."""
     import socket
 
     import torch.distributed as dist
@@ -143,9 +151,7 @@ def peers_of(case: Any, world: Any) -> list[Any]:
     place = {"rank": world.rank, "world_size": world.size, "timeout": timedelta(seconds=120)}
     with on_all_cores():  # gloo's own threads start here
         dist.init_process_group("gloo", init_method=address, **place)
-    mesh = init_device_mesh("cpu", (world.size,))
-    stack = dtensor_stack(case, mesh)
-    return [Peer(BOUND, stack, case, world, nullcontext), Peer(FREE, stack, case, world, on_all_cores)]
+    return init_device_mesh("cpu", (world.size,))
 
 
 def dtensor_stack(case: Any, mesh: Any) -> Any:

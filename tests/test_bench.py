@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import jobs
@@ -45,7 +46,10 @@ def test_the_race_against_cublas_can_be_tried_on_the_host(tmp_path):
     assert all(row["difference"] < 1e-2 and row["share"] > 0 for row in rows) and "hold" not in said.lower()
 
 
-@pytest.mark.parametrize(("script", "option"), [("gemm_vs_heat.py", "--packages"), ("gemm_vs_jax.py", "--python")])
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [("gemm_vs_heat.py", "--packages"), ("gemm_mixed.py", "--packages"), ("gemm_vs_jax.py", "--python")],
+)
 def test_without_a_peer_a_race_says_how_it_is_installed_and_claims_nothing(script, option, tmp_path):
     said = run(script, option, str(tmp_path / "nothing"))
     assert "is not compared" in said and "pip install" in said and "hold" not in said.lower()
@@ -66,6 +70,39 @@ def test_a_race_times_every_split_of_the_peer_beside_ours(script, shown, tmp_pat
     assert (row["m"], row["n"], row["k"], row["ranks"]) == (256, 16, 16, 2)
     assert len(row["quotients"]) == shown and all(len(times) == 2 and min(times) > 0 for times in row["seconds"].values())
     assert "never behind" in said.splitlines()[-1]
+
+
+@pytest.mark.skipif(not (HEAT / "heat").exists(), reason="heat is not installed")
+def test_words_of_mixed_layouts_are_counted_beneath_every_library(tmp_path):
+    said = run("gemm_mixed.py", "--divide", "64", "--count", "--json", str(tmp_path / "race.json"), fresh=True)
+    rows = json.loads((tmp_path / "race.json").read_text())["rows"]
+    assert len(rows) == 12 and all(row["words"]["ours"] == row["words"]["our plan"] for row in rows)
+    assert "our words through MPI are those of the plan: 12 of 12" in said
+
+
+@pytest.mark.skipif(which("cc") is None, reason="there is no C compiler")
+def test_a_library_between_a_program_and_mpi_counts_what_each_rank_receives(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    pmpi, common = importlib.import_module("pmpi"), importlib.import_module("common")
+    program = """
+import numpy as np, pmpi
+from mpi4py import MPI
+world, found = MPI.COMM_WORLD, []
+a, b, c = np.zeros(6), np.zeros(18), np.zeros(9)
+for act in (lambda: world.Allgather(a, b), lambda: world.Allreduce(MPI.IN_PLACE, a), lambda: world.Bcast(a, 1),
+            lambda: world.Ialltoallv([b, [1, 2, 3]], [c, [world.rank + 1] * 3]).Wait(),
+            lambda: world.Isend(b[:6], (world.rank + 1) % 3) and world.Recv(a, (world.rank - 1) % 3)):
+    before = pmpi.received_bytes()
+    act()
+    found.append((pmpi.received_bytes() - before) / 8)
+found = world.gather(found)
+if world.rank == 0:
+    print(found)
+"""
+    with pmpi.preloaded():
+        monkeypatch.setenv("PYTHONPATH", str(BENCH))
+        said = common.on_ranks(3, ["-c", program])
+    assert json.loads(said.splitlines()[-1]) == [[12, 8, 6, 2, 6], [12, 8, 0, 4, 6], [12, 8, 6, 6, 6]]
 
 
 def test_a_race_claims_half_as_much_again_where_the_peer_is_slow_and_no_loss_elsewhere(monkeypatch):
