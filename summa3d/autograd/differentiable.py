@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor, is_grad_enabled
 
@@ -104,6 +105,19 @@ class Product(ABC):
         """Raise ShapeError unless the blocks of both operands, A's as a matrix, are those of the plan."""
         self.executor.check(a, b)
 
+    def is_torchs(self, a: Tensor) -> bool:
+        """Whether torch's own linear layer is this product: on one rank, on the host, multiplied by torch, in no trace.
+
+        Its graph is torch's, whose backward calls no Python.
+        """
+        grid = self.executor.grid
+        return self.is_linear and a.device.type == "cpu" and not grid.job.blas.worth and not grid.ledger.by_steps
+
+    @cached_property
+    def is_linear(self) -> bool:
+        """Whether C is one product of whole operands, A·B or A·Bᵀ."""
+        return self.executor.grid.size == 1 and self.plan.form in ("nn", "nt")
+
     @abstractmethod
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return this rank's block of C, and the two operands to keep for the gradients."""
@@ -157,7 +171,7 @@ class ShardedProduct(Product):
     ) -> None:
         super().__init__(product.plan, product.rows, replace(product.in_flight, source=source))
         self.product, self.plane, self.sizes, self.transposed = product, plane, sizes, transposed
-        self.executor = product.executor
+        self.executor, self.is_linear = product.executor, False
 
     def check_blocks(self, a: Tensor, b: Tensor) -> None:
         """Raise ShapeError unless the block of A is the plan's; of B this replica has a shard."""

@@ -15,6 +15,7 @@ from summa3d.errors import AgreementError, ConfigError, GridError, Summa3dError
 from summa3d.layout import distribute
 from summa3d.nn import LayerNorm, Linear, check_copies, clip_grad_norm_, grad_norm, initialise, scheme
 from summa3d.nn.copies import first_holders
+from summa3d.nn.gradients import norms_and_votes
 
 GRIDS: dict[int, list[tuple[str, str, dict[str, int]]]] = {
     1: [("cuboid", "copied", {"x": 1, "y": 1, "z": 1}), ("serial", "copied", {"x": 1})],
@@ -134,6 +135,17 @@ def test_check_copies_says_which_ranks_hold_another_value(comm, make_grid, world
     others = "0, 1" if world_size == 3 else "0, 1, 3"
     with pytest.raises(AgreementError, match=rf"3\.bias differ: hash \w+ on ranks {others}; hash \w+ on rank 2\.\n"):
         check_copies(model)
+
+
+@pytest.mark.parametrize("norm_type", [2, 1, inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.mpi(sizes=(1,))
+def test_the_norm_of_a_large_gradient_has_the_digits_of_float64(make_grid, norm_type, dtype):
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(1021, 2053, generator=generator).to(dtype).t(), torch.zeros(0, 3), torch.full((5,), -2.0)]
+    whole = torch.cat([one.double().flatten() for one in gradients])
+    (norm,), _ = norms_and_votes([[(one, True) for one in gradients]], make_grid(x=1), [0], norm_type)
+    assert abs(norm / torch.linalg.vector_norm(whole, norm_type).item() - 1) <= 1e-7
 
 
 @pytest.mark.mpi(sizes=(2, 6))

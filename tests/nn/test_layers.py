@@ -89,6 +89,20 @@ def test_cross_entropy_handles_more_ranks_than_words_and_unlabelled_rows(make_gr
     assert torch.allclose(collect(block.grad, grid, layout, logits.shape), 3 * want.grad, rtol=1e-12, atol=1e-16)
 
 
+def test_an_unlabelled_row_whose_logits_are_not_finite_costs_nothing():
+    serial = scheme("serial")
+    logits = torch.randn(2, 3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    logits[0, 1, :5] = -math.inf
+    labels = torch.tensor([[3, -1, 6], [0, 2, -100]])
+    ours, want = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = cross_entropy(ours, labels, serial, Layout("b s v"), 7, 4)
+    expected = functional.cross_entropy(want.flatten(0, 1), labels.clamp(-1).flatten(), ignore_index=-1)
+    (3 * loss).backward()
+    (3 * expected).backward()
+    assert abs(loss - expected) <= 1e-14
+    torch.testing.assert_close(ours.grad, want.grad, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.mpi(sizes=(1,))
 def test_a_loss_is_rounded_once(make_grid):
     cuboid = scheme("cuboid", make_grid(x=1, y=1, z=1))

@@ -34,8 +34,8 @@ def check(config: ModelConfig, built: Any, recompute: tuple[str, int] = ("none",
     memory = predicted.memory(training=False)
     held = sum(weight.nbytes for weight in model.parameters())
     assert memory.parameters == memory.gradients == held
-    assert abs(memory.activations - saved) <= SAVED * saved, (built.name, built.grid, memory.activations / saved)
-    assert abs(memory.peak - peak - held) <= close * (peak + held), (built.name, built.grid, memory.peak / (peak + held))
+    assert abs(memory.activations - saved) <= SAVED * saved, (built.scheme.name, built.grid, memory.activations / saved)
+    assert abs(memory.peak - peak - held) <= close * (peak + held), (built.scheme.name, built.grid, memory.peak / (peak + held))
     slots = sum(axis.node_bytes for axis in (built.grid[name] for name in staged))
     assert slots <= memory.node + len(staged) * (2 << 18)
 

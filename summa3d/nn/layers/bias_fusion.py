@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from summa3d.kernels import dispatch
+from summa3d.kernels import dispatch, reference
 from summa3d.kernels.mask import Mask
 
 from ...autograd.function import Function, once_differentiable
@@ -30,6 +30,8 @@ def bias_activation(x: Tensor, bias: Tensor | None, *, form: str) -> Tensor:
 
     form : "gelu_tanh", "gelu" or "relu2" (`nn.config.ACTIVATIONS`)
     """
+    if bias is None and form in reference.APPROXIMATE and not x.is_meta and dispatch.kernels_for(x) is reference:
+        return reference.bias_activation(x, None, form)  # torch's own function, whose graph calls no Python
     return _BiasActivation.apply(x, bias, form)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from summa3d.kernels import dispatch, reference
 
@@ -80,6 +81,9 @@ class _Norm(nn.Module):
         gamma = self.context.broadcast_vector(self.weight, self.layout, self.n)
         beta = None if self.bias is None else self.context.broadcast_vector(self.bias, self.layout, self.n)
         rows = None if self.vector_sum.joint else self.vector_sum.rows
+        is_torchs = beta is not None and beta is self.bias and (rows is None or rows.size == 1) and not x.is_meta
+        if is_torchs and _uses_torch_layer_norm(x, self.columns):  # it keeps β too, which is no more where β is the parameter
+            return functional.layer_norm(x, (self.n,), gamma, beta, self.eps)
         return _Normalise.apply(x, gamma, beta, self.columns, rows, self.n, self.eps)
 
     def extra_repr(self) -> str:
