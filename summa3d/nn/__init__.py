@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from .parameter import ShardedParameter as ShardedParameter
     from .parameter import initialise as initialise
     from .schemes.scheme import Scheme as Scheme
+    from .state import full_state_dict as full_state_dict
+    from .state import load_full_state_dict as load_full_state_dict
 
 MODULES = {
     "config": ("ModelConfig",),
@@ -56,6 +58,7 @@ MODULES = {
     "muon.optimizer": ("Muon",),
     "parameter": ("ShardedParameter", "initialise"),
     "schemes.scheme": ("Scheme",),
+    "state": ("full_state_dict", "load_full_state_dict"),
 }
 HOME = {name: module for module, names in MODULES.items() for name in names}
 __all__ = sorted(HOME)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import nan, prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -48,6 +50,63 @@ class ShardedParameter(nn.Parameter):
     def __getstate__(self) -> dict[str, object]:
         """What pickle keeps besides the values: no grid, whose communicators belong to this job."""
         return {name: value for name, value in self.__dict__.items() if name != "grid"}
+
+
+class ShardedModule(nn.Module):
+    """The base of modules with sharded parameters: `state_dict` says which part of the whole each block is.
+
+    ``load_state_dict`` then refuses another rank's blocks, or those of another grid, of equal sizes too. The parts lie in the
+    state's metadata, which ``torch.save`` keeps.
+
+    transposed_in_torch : names of own parameters that torch's layer of the same kind has as transposes
+    """
+
+    transposed_in_torch: tuple[str, ...] = ()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if hasattr(destination, "_metadata"):
+            destination._metadata[prefix[:-1]][BLOCKS] = {name: part_of(p) for name, p in self._own().items()}
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        saved = local_metadata.get(BLOCKS, {})
+        for name, p in self._own().items():
+            if name in saved and prefix + name in state_dict and saved[name] != part_of(p):
+                error_msgs.append(
+                    f"{prefix}{name} is {_in_words(saved[name])}, the block of another rank or grid; this rank holds "
+                    f"{_in_words(part_of(p))}. A state_dict fits the rank and the grid that made it: load_full_state_dict takes "
+                    "what full_state_dict returned, on any grid."
+                )
+        super()._load_from_state_dict(state_dict, prefix, dict(local_metadata), strict, missing_keys, unexpected_keys, error_msgs)
+
+    def _own(self) -> dict[str, ShardedParameter]:
+        return {name: p for name, p in self._parameters.items() if isinstance(p, ShardedParameter)}
+
+
+BLOCKS = "blocks"
+"""The key of a module's metadata in a state_dict."""
+BlockExtent = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
+"""The shape of a whole parameter, and the start and stop of this rank's block along each dim."""
+
+
+def part_of(parameter: ShardedParameter) -> BlockExtent:
+    """Which part of the whole this rank's block of a parameter is."""
+    slices = parameter.sharding.slices(parameter.grid)
+    return tuple(parameter.sharding.shape), tuple((one.start, one.stop) for one in slices)
+
+
+def _in_words(part: BlockExtent) -> str:
+    shape, block = part
+    return f"[{', '.join(f'{start}:{stop}' for start, stop in block)}] of {shape}"
 
 
 def new_parameter(

@@ -15,6 +15,7 @@ import torch
 from ..comm.health.agreement import check_agreement
 from ..comm.topology import replica_axes
 from ..comm.transport.select import NodeRule
+from ..layout.layout import split_sizes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
 from .states import ParameterState
@@ -31,6 +32,21 @@ if TYPE_CHECKING:
 def plane_of(grid: BaseGrid) -> Axis:
     """The plane of all replicas of a grid, in which each takes other rows; without replicas, an axis of this rank alone."""
     return grid[replica_axes(grid.shape)]
+
+
+def replica_rows(grid: BaseGrid, batch: int) -> slice:
+    """The rows of a global batch that this rank's replica takes: the same on all ranks of its inner grid. Moves nothing.
+
+    batch : rows of all replicas; those of each differ by at most one, larger first
+
+    >>> from summa3d.comm.grid import Place
+    >>> replica_rows(Place({"dp": 2, "x": 2}, rank=3), 7)
+    slice(4, 7, None)
+    """
+    plane = plane_of(grid)
+    sizes = split_sizes(batch, plane.size)
+    start = sum(sizes[: plane.index])
+    return slice(start, start + sizes[plane.index])
 
 
 @dataclass

@@ -31,6 +31,7 @@ from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs, LanguageModel
 from ..node_support import watchdog_seconds
 from ..parallel.critical import in_words, replay
+from ..parallel.replicas import replica_rows
 from ..parallel.states import named_parameters
 from . import metrics
 from .checkpoint import folder as checkpoint
@@ -244,7 +245,7 @@ def accumulate(run: Run, number: int) -> list[Tensor]:
     settings, counts = run.config.train, run.objective.counts(run.config.train.batch)
 
     def feed(micro: int) -> tuple[Inputs, Batch]:
-        first_row = micro * settings.micro_batch + run.replicas.plane.index * run.config.rows
+        first_row = micro * settings.micro_batch + replica_rows(run.grid, settings.micro_batch).start
         rows = run.objective.training(settings.seed, number - 1, first_row, run.config.rows)
         inputs = on_device(rows, run.device)
         return inputs, run.model.batch_of(inputs, number - 1, first_row, **counts)
@@ -267,7 +268,8 @@ def total(losses: Sequence[Tensor], axis: Axis | None = None) -> float:
 def evaluate(run: Run) -> float:
     """The mean loss on the held-out rows, which are the same in every evaluation; collective."""
     settings, own = run.config.train, run.config.rows
-    rows, micro, first = settings.evaluate_batches * settings.batch, settings.micro_batch, run.replicas.plane.index * own
+    rows, micro = settings.evaluate_batches * settings.batch, settings.micro_batch
+    first = replica_rows(run.grid, micro).start
     held_out, counts = on_device(run.objective.held_out(rows), run.device), run.objective.counts(micro)
 
     def feed(index: int) -> tuple[Inputs, Batch]:

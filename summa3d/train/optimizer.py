@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import cos, pi
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from math import cos, inf, pi
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from summa3d.kernels import dispatch
 
+from ..comm.grid import agree_on_call
+from ..errors import ConfigError, ShapeError
+from ..nn.copies import grid_of
+from ..nn.gradients import TINY, norm_and_votes
 from ..nn.muon.matrices import matrices_of
 from ..nn.muon.newton_schulz import SCALES, NewtonSchulz, averaged
 from ..nn.muon.orthogonalise import MatrixOwners
+from ..nn.parameter import ShardedParameter
+from ..parallel.replicas import Replicas
+from ..parallel.states import states_of
+from .config import TrainConfig
 
 if TYPE_CHECKING:
     from ..comm.grid import BaseGrid
     from ..parallel.states import ParameterState
-    from .config import TrainConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """torch's names of AdamW's first and second moments."""
@@ -138,6 +145,92 @@ class MuonAdamW(AdamW):
         scaled = rate * SCALES[self.config.muon.adjust](*self._shapes[state.name])
         for weight, piece in zip(state.pieces(state.weight), state.pieces(update), strict=True):
             weight.mul_(1 - rate * weight_decay).add_(piece, alpha=-scaled)
+
+
+class ZeroAdamW(torch.optim.Optimizer):
+    """AdamW for a module of one's own whose replicas (axis dp) take other rows: sums of gradients, clipping, ZeRO-1 and 2.
+
+    Parameters
+    ----------
+    module : of summa3d's layers alone, whose weights are written
+    lr, betas, eps, weight_decay : as of torch.optim.AdamW; only matrices decay (`p.decay`). lr is read from `param_groups`
+        in each step, so that torch's schedulers work
+    max_norm : the largest norm of the whole gradient, over which it is clipped, as torch clips; 0, it is not
+    zero : 0, each replica keeps all moments; 1, its share of them; 2, its share of the accumulated gradients too
+    bucket : bytes of gradients that travel in one message
+
+    A loss is this rank's part of the mean over the rows of all replicas (`replica_rows`). ``step`` sums the gradients over dp,
+    clips, updates, and gathers what it needs; behind it all replicas have the same weights, and `norm` is that of the gradient
+    before clipping. Before it, ``p.grad`` is the replica's own, and with zero 2 there is none. All are collective over the grid:
+    making it, and ``step``; with zero 2 ``backward`` too.
+
+    A step moves 2(D−1)/D words per element of a parameter with D replicas, with zero 2 (m+1)(D−1)/D for m backwards, and two
+    all-reduces of one complex word. Memory: two words per element for moments, with zero ≥ 1 over D.
+    ``summa3d.train.save_checkpoint`` keeps its moments, for any grid; `state_dict` refuses, for it would be one rank's.
+    Raises ShapeError for a parameter that is of no layer of summa3d, and ConfigError for numbers out of range, on every rank.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        max_norm: float = 0.0,
+        zero: int = 1,
+        bucket: int = 1 << 22,
+    ) -> None:
+        grid = grid_of("ZeroAdamW", list(module.parameters()))
+        plain = [name for name, p in module.named_parameters() if not isinstance(p, ShardedParameter)]
+        agree_on_call(grid, "ZeroAdamW", {"zero": zero, "bucket": bucket, "max_norm": max_norm})
+        if plain:
+            raise ShapeError(
+                f"ZeroAdamW takes a module of summa3d's layers; {plain[0]} is torch's own. torch.optim.AdamW takes it, with "
+                "gradients that you sum over dp."
+            )
+        if zero not in (0, 1, 2):
+            raise ConfigError(f"ZeroAdamW: zero is 0, 1 or 2; it is {zero!r}. ZeRO-3 is that of `summa3d train`.")
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm}
+        if wrong := [f"{name} = {value}" for name, value in numbers.items() if not 0 <= value < inf]:
+            raise ConfigError(f"ZeroAdamW: {wrong[0]}; it must be 0 or more.")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise ConfigError(f"ZeroAdamW: betas = {betas}; they are two numbers of at least 0, and below 1.")
+        super().__init__(module.parameters(), {"lr": lr})
+        config = TrainConfig(betas=betas, epsilon=eps, weight_decay=weight_decay, clip=max_norm)
+        self.adamw = AdamW(states_of(module, grid, zero), config)
+        self.norm = 0.0
+        self._grid = grid
+        self._replicas = Replicas.of(list(self.adamw.states.values()), grid, zero, bucket)
+        self._replicas.check()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step; collective over the grid. closure : computes the loss again, which is returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._replicas.reduce()
+        self._replicas.settle(0.0)
+        self.norm, _ = norm_and_votes(self.adamw.counted_gradients(), self._grid)
+        limit = self.adamw.config.clip
+        factor = min(1.0, limit / (self.norm + TINY)) if limit else 1.0
+        self._replicas.update(lambda: self.adamw.step(self.param_groups[0]["lr"], factor))
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the accumulated gradients."""
+        for state in self.adamw.states.values():
+            state.clear()
+
+    def state_dict(self) -> Any:
+        """Refuse, with ConfigError: the moments here are this rank's."""
+        raise ConfigError("ZeroAdamW: the moments are in parts on all ranks. summa3d.train.save_checkpoint keeps them.")
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Refuse, with ConfigError, as `state_dict`."""
+        self.state_dict()
 
 
 def new_optimizer(states: Sequence[ParameterState], config: TrainConfig, grid: BaseGrid) -> AdamW:

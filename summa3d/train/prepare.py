@@ -134,7 +134,7 @@ def prepare(
     run = Run(config, folder, grid, corpus, task, model, optimizer, replicas, loss_scale, pipeline, device=device)
     if saved is not None:
         run.optimizer.start_at(saved.step - loss_scale.skipped)
-        moments = checkpoint.optimizer_blocks(optimizer) if saved.has_moments else []
+        moments = checkpoint.moment_blocks(optimizer) if saved.has_moments else []
         saved.load([*checkpoint.weight_blocks(states), *moments], grid)
         if any(state.copy is not None for state in states):
             replicas.gather_weights()

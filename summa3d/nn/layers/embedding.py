@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from ...autograd.collectives import all_gather, all_reduce, reduce_scatter, sum_gradient
@@ -12,11 +12,11 @@ from ...autograd.matmul import matmul
 from ...autograd.prefetch import PrefetchSource
 from ...layout.layout import Layout, split_sizes
 from ..context import Context
-from ..parameter import ShardedParameter, new_parameter
+from ..parameter import ShardedModule, ShardedParameter, new_parameter
 from .product_cache import ProductCache
 
 
-class Embedding(nn.Module):
+class Embedding(ShardedModule):
     """A table [v, h] in the scheme's layout: it embeds tokens, and as the tied head maps the residual stream to logits.
 
     ``forward(tokens)`` takes this rank's block of the tokens [b, s] in `tokens_layout`, returns its block of the residual stream.
@@ -91,7 +91,7 @@ class Embedding(nn.Module):
         return matmul(x, self.weight, self._product(layout, rows), added)
 
 
-class Positions(nn.Module):
+class Positions(ShardedModule):
     """A small table [s, h], such as learned positions, whose rows are added to the residual stream.
 
     It is split as the residual stream's columns and replicated on the axes that split rows; backward all-reduces its

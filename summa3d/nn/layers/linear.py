@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from summa3d.kernels import dispatch, reference
 
@@ -16,13 +16,13 @@ from ...errors import ShapeError
 from ...gemm.algorithms.checks import is_whole
 from ...layout.layout import Layout
 from ..context import Context
-from ..parameter import new_parameter
+from ..parameter import ShardedModule, new_parameter
 from ..schemes.registry import row_axes
 from .joint_sums import VectorSum
 from .product_cache import ProductCache
 
 
-class Linear(nn.Module):
+class Linear(ShardedModule):
     """Y = X·W + b with X [b, s, k] in `layout`, W [k, n] in the scheme's weight layout, and b along Y's last dim.
 
     Parameters
@@ -41,6 +41,8 @@ class Linear(nn.Module):
     Call `initialise(module, scheme, seed)` once before use. Words: `gemm.volume.of_plan` and `gradients`.
     Raises ShapeError where x is not a block of a batch that the scheme can split.
     """
+
+    transposed_in_torch = ("weight",)
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from ...comm.axis import Axis
 from ...layout.layout import Layout
 from ..config import ModelConfig
 from ..context import Context
-from ..parameter import ShardedParameter, new_parameter
+from ..parameter import ShardedModule, ShardedParameter, new_parameter
 from .joint_sums import VectorSum
 
 
@@ -56,7 +56,7 @@ class _Normalise(Function):
         return grad_x, grad_gamma, grad_beta[0] if grad_beta else None, None, None, None, None
 
 
-class _Norm(nn.Module):
+class _Norm(ShardedModule):
     """The base of both norms: γ and β, the plane of axes that splits the normalised dim, and the plane that splits the rows."""
 
     centred: bool

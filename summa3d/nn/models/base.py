@@ -25,7 +25,7 @@ from ..layers.dropout import Batch, Dropout
 from ..layers.embedding import Embedding, Positions
 from ..layers.loss import cross_entropy
 from ..layers.norm import new_norm
-from ..parameter import initialise
+from ..parameter import ShardedModule, initialise
 from .batch_check import check_ids, check_shapes, check_tensors
 from .block import Block
 
@@ -38,7 +38,7 @@ def given(**tensors: Tensor | None) -> Inputs:
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
-class Body(nn.Module, ABC):
+class Body(ShardedModule, ABC):
     """A stack of blocks on a residual stream, preceded by dropout; a family adds the embedding and the heads.
 
     A forward is made of cells: `enter` maps a batch to the residual stream, `through` takes the stream through some layers, and

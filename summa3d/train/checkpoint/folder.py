@@ -200,24 +200,24 @@ def weight_blocks(states: Sequence[ParameterState]) -> list[shards.TensorBlock]:
 
 def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
     """The parts of weights and moments that this rank owns as blocks of global tensors: its share of a checkpoint."""
+    return own_weights(optimizer) + moment_blocks(optimizer, own=True)
+
+
+def own_weights(optimizer: AdamW) -> list[shards.TensorBlock]:
+    """The parts of weights that this rank owns."""
     states = optimizer.states.values()
-    weights = [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.shardings.share) for one in states]
-    return weights + [
-        shards.TensorBlock(
-            f"optimizer.{moment}.{name}", optimizer.states[name].own_part(tensor), optimizer.states[name].shardings.share
-        )
-        for moment, tensors in optimizer.moments.items()
-        for name, tensor in tensors.items()
-    ]
+    return [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.shardings.share) for one in states]
 
 
-def optimizer_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
-    """The optimizer's moments on this rank as blocks of global tensors."""
-    return [
-        shards.TensorBlock(f"optimizer.{moment}.{name}", tensor, optimizer.states[name].shardings.moments)
-        for moment, tensors in optimizer.moments.items()
-        for name, tensor in tensors.items()
-    ]
+def moment_blocks(optimizer: AdamW, own: bool = False) -> list[shards.TensorBlock]:
+    """The optimizer's moments on this rank as blocks of global tensors; own: the parts of them that it owns."""
+    found = []
+    for moment, tensors in optimizer.moments.items():
+        for name, tensor in tensors.items():
+            state = optimizer.states[name]
+            part = (state.own_part(tensor), state.shardings.share) if own else (tensor, state.shardings.moments)
+            found.append(shards.TensorBlock(f"optimizer.{moment}.{name}", *part))
+    return found
 
 
 def index_of(
@@ -243,8 +243,7 @@ def index_of(
         "model": toml.dump(config.model),
         "config": toml.dump(config),
         "written_on": {"scheme": config.scheme, "grid": config.grid.axes, "blas": blas._asdict()},
-        "files": {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries},
-        "tensors": shards.tensor_table(blocks, entries),
+        **shards.files_and_tensors(blocks, entries),
     }
 
 
@@ -264,9 +263,9 @@ def steps(folder: Path) -> dict[int, Path]:
     return found
 
 
-def read(path: Path, comm: MPI.Intracomm) -> Checkpoint:
+def read(path: Path, comm: MPI.Intracomm, form: str = contents.FORMAT) -> Checkpoint:
     """Read and check the index of the checkpoint at `path`; collective. Raises CheckpointError where the index is damaged."""
-    return Checkpoint(path, on_root(comm, lambda: contents.read(path / contents.NAME), CheckpointError))
+    return Checkpoint(path, on_root(comm, lambda: contents.read(path / contents.NAME, form), CheckpointError))
 
 
 def temporary(folder: Path, step: int) -> Path:

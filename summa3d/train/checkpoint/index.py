@@ -21,6 +21,8 @@ from .. import toml
 
 NAME = "index.json"
 FORMAT = "summa3d-checkpoint"
+MODULE_FORMAT = "summa3d-module"
+"""That of a module of one's own (`modules`)."""
 VERSION = 1
 LARGEST = 1 << 30
 """Bytes of the largest index that is read."""
@@ -31,6 +33,10 @@ SHOWN = 60
 
 COUNT = range(1 << 63)
 """A whole number that is not negative."""
+FILES: dict[str, Any] = {
+    "files": {...: {"bytes": COUNT, "sha256": (str,)}},
+    "tensors": {...: {"shape": [COUNT], "dtype": FLOATS, "pieces": [{"file": (str,), "slices": [[COUNT]]}]}},
+}
 SCHEMA: dict[str, Any] = {
     "format": (str,),
     "version": (int,),
@@ -45,14 +51,19 @@ SCHEMA: dict[str, Any] = {
         "grid": {...: COUNT},
         "blas?": (None, {"name": (str,), "reason": (str,), "worth": {...: COUNT}, "least?": COUNT}),
     },
-    "files": {...: {"bytes": COUNT, "sha256": (str,)}},
-    "tensors": {...: {"shape": [COUNT], "dtype": FLOATS, "pieces": [{"file": (str,), "slices": [[COUNT]]}]}},
+    **FILES,
 }
 """A tuple lists alternatives: types, values, tables; a table's key ending in "?" may be absent, and ... stands for any name."""
+MODULE_SCHEMA: dict[str, Any] = {
+    **{key: SCHEMA[key] for key in ("format", "version", "step")},
+    "numbers": {...: (float, int, bool)},
+    **FILES,
+}
+SCHEMAS = {FORMAT: SCHEMA, MODULE_FORMAT: MODULE_SCHEMA}
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The index in the file `path`, without its checksum. Raises CheckpointError, in one line, where it is not one.
+def read(path: Path, form: str = FORMAT) -> dict[str, Any]:
+    """The index in the file `path`, without its checksum. Raises CheckpointError, in one line, where it is not one of `form`.
 
     Nothing in it can then lead out of the folder, and all pieces of a tensor are its disjoint and complete parts.
     """
@@ -67,14 +78,15 @@ def read(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"Cannot read the checkpoint index {path}: it is damaged ({said}). {advice}") from error
     if altered:
         raise CheckpointError(f"The checkpoint index {path} is altered. {advice}")
-    if (index.get("format"), index.get("version")) != (FORMAT, VERSION):
+    if (index.get("format"), index.get("version")) != (form, VERSION):
         found = _shown(f"{index.get('format')} {index.get('version')}")
-        raise CheckpointError(f"{path} has format {found}; this version reads {FORMAT} {VERSION}.")
+        raise CheckpointError(f"{path} has format {found}; what is wanted here is {form} {VERSION}.")
     try:
-        _conform(index, SCHEMA, "")
+        _conform(index, SCHEMAS[form], "")
         if (named := re.fullmatch(r"step-(\d+)", path.parent.name)) and int(named[1]) != index["step"]:
             raise CheckpointError(f"it is that of step {index['step']}, and its folder is {path.parent.name}.")
-        _check_values(index)
+        if form == FORMAT:
+            _check_values(index)
         _check_files(index)
         for name, entry in index["tensors"].items():
             _check_pieces(name, entry)

@@ -57,15 +57,16 @@ def write(path: Path, blocks: Sequence[TensorBlock], grid: BaseGrid) -> dict[str
     return {"file": path.name, "bytes": size, "sha256": digest, "pieces": pieces}
 
 
-def tensor_table(blocks: Iterable[TensorBlock], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The index of all global tensors: shape, dtype, and the slices that each file holds."""
+def files_and_tensors(blocks: Iterable[TensorBlock], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What an index has of all files, and of all global tensors: shape, dtype, and the slices that each file holds."""
     table: dict[str, Any] = {
         block.name: {"shape": list(block.sharding.shape), "dtype": dtype_name(block.tensor), "pieces": []} for block in blocks
     }
     for entry in entries:
         for name, slices in entry["pieces"].items():
             table[name]["pieces"].append({"file": entry["file"], "slices": slices})
-    return table
+    files = {entry["file"]: {"bytes": entry["bytes"], "sha256": entry["sha256"]} for entry in entries}
+    return {"files": files, "tensors": table}
 
 
 class ShardReader(OpenFiles):
