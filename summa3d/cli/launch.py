@@ -79,7 +79,7 @@ def _words(args: argparse.Namespace) -> list[str]:
 def program(args: argparse.Namespace) -> list[str]:
     """The arguments of every rank's Python: a command of summa3d, or a script or module as `python -m mpi4py` runs it.
 
-    Raises LaunchError for a word that is neither a command nor a file.
+    Raises LaunchError for a word that is neither a command nor a file of text.
     """
     words = _words(args)
     if args.ranks < 1 or not (words or args.module):
@@ -91,8 +91,15 @@ def program(args: argparse.Namespace) -> list[str]:
         return module(SCRIPT, "-m", *args.module)
     if words[0] in COMMANDS:
         return module("summa3d", *words)
-    if not Path(words[0]).is_file():
+    script = Path(words[0])
+    if script.name.startswith("python") and script.suffix != ".py":
+        given = " ".join(words[1:2]) or "script.py"
+        raise LaunchError(f"launch starts its own Python, {sys.executable}, on every rank: name the script alone, {given}.")
+    if not script.is_file():
         raise LaunchError(f"{unknown_command(words[0])} Nor is there a script of this path.")
+    with script.open("rb") as file:
+        if b"\0" in file.read(1024):
+            raise LaunchError(f"{script} is no Python script: it has bytes that are no text. mpiexec starts other programs.")
     return module(SCRIPT, *words)
 
 

@@ -263,6 +263,18 @@ def test_what_is_neither_a_command_nor_a_script_is_refused_before_the_launcher_s
     assert ended.stderr == "LaunchError: there is no command 'trian'; did you mean 'train'? Nor is there a script of this path.\n"
 
 
+def test_a_python_before_the_script_and_a_program_that_is_none_are_named(tmp_path: Path) -> None:
+    (tmp_path / "prog").write_bytes(b"\x7fELF\0")
+    said = {
+        ("python", "mine.py"): f"launch starts its own Python, {sys.executable}, on every rank: name the script alone, mine.py.",
+        (sys.executable, "mine.py", "4"): "name the script alone, mine.py.",
+        (str(tmp_path / "prog"),): "is no Python script: it has bytes that are no text. mpiexec starts other programs.",
+    }
+    for words, message in said.items():
+        ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", "2", *words])
+        assert ended.status == 1 and ended.stderr.startswith("LaunchError: ") and ended.stderr.endswith(message + "\n"), ended
+
+
 def test_threads_that_the_user_has_set_stay_and_others_are_shared_and_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*THREAD_VARIABLES, *runtime.SPIN_VARIABLES, runtime.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")  # so that what is set here ends with the test
