@@ -14,6 +14,7 @@ from summa3d.comm.profile.ledger import Watched
 from summa3d.dry.step import DryStep, Setting, run
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.models.registry import Model
+from summa3d.nn.overlap import DEFAULT, Overlap
 from summa3d.parallel.pipeline import Pipeline
 from summa3d.parallel.replicas import Replicas
 from summa3d.parallel.states import states_of
@@ -29,7 +30,9 @@ def config_of(case: Case) -> configuration.Config:
     return configuration.Config(dtype=case.dtype, train=configuration.TrainConfig(checkpoint_every=0))
 
 
-def setting_of(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
+def setting_of(
+    case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False, overlap: Overlap = DEFAULT
+) -> Setting:
     """The case on one rank's place."""
     return Setting(
         ModelConfig(**case.sizes),
@@ -42,12 +45,13 @@ def setting_of(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bo
         recompute=case.recompute,
         ranks_per_node=ranks_per_node,
         on_device=on_device,
+        overlap=overlap,
     )
 
 
-def run_dry(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> DryStep:
+def run_dry(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False, overlap: Overlap = DEFAULT) -> DryStep:
     """A dry step of the case."""
-    return run(setting_of(case, rank, ranks_per_node, on_device), training_of(config_of(case)))
+    return run(setting_of(case, rank, ranks_per_node, on_device, overlap), training_of(config_of(case)))
 
 
 def lines_of(step: DryStep) -> Lines:
@@ -85,9 +89,9 @@ def batch_of(config: ModelConfig, rows: int) -> dict[str, Any]:
 class Real:
     """The case on `grid`: a whole step, its ledger's lines, what forward saves, and the most that torch held."""
 
-    def __init__(self, case: Case, grid: Grid) -> None:
+    def __init__(self, case: Case, grid: Grid, overlap: Overlap = DEFAULT) -> None:
         self.config, self.grid = ModelConfig(**case.sizes), grid
-        on_grid = scheme(case.scheme, grid, case.regather, case.vectors)
+        on_grid = scheme(case.scheme, grid, case.regather, case.vectors, overlap)
         self.model: Model = build(self.config, on_grid)
         self.model.recompute(*case.recompute)
         self.training = training_of(config_of(case))

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
@@ -127,15 +128,15 @@ class Product(ABC):
         """The source from which backward prefetches B; None where backward does not gather B, or does not prefetch it."""
         return None
 
-    def share(self, c: Tensor) -> Tensor:
+    def share(self, c: Tensor) -> Any:
         """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
         return c
 
-    def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
+    def keep_share(self, c: Tensor, shared: Any) -> Any:
         """Return what a deferred dB keeps of dC, whose block is c, until `share_again`."""
         return c
 
-    def share_again(self, kept: Tensor) -> Tensor:
+    def share_again(self, kept: Any) -> Any:
         """Return the shared dC of what `keep_share` kept."""
         return self.share(kept)
 
@@ -144,11 +145,11 @@ class Product(ABC):
         return b
 
     @abstractmethod
-    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA from the shared dC and the kept B; its sum over ranks may be in flight when this returns."""
 
     @abstractmethod
-    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Start dB from the shared dC and the kept A; its sum over ranks may be in flight when this returns."""
 
 
@@ -187,23 +188,23 @@ class ShardedProduct(Product):
         """The source of the shard of B."""
         return self.in_flight.source
 
-    def share(self, c: Tensor) -> Tensor:
+    def share(self, c: Tensor) -> Any:
         """Return what both gradients need of dC."""
         return self.product.share(c)
 
-    def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
+    def keep_share(self, c: Tensor, shared: Any) -> Any:
         """Return what the product's deferred dB keeps of dC."""
         return self.product.keep_share(c, shared)
 
-    def share_again(self, kept: Tensor) -> Tensor:
+    def share_again(self, kept: Any) -> Any:
         """Return the shared dC of what `keep_share` kept."""
         return self.product.share_again(kept)
 
-    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA with B gathered again."""
         return self.product.start_grad_a(shared, self.product.kept_b(self._gathered(b, forward=False)))
 
-    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Start the sum of dB over the replicas, of which each receives its shard."""
         whole = self.product.start_grad_b(shared, a).wait()
         return self.plane.start_reduce_scatter((whole.t() if self.transposed else whole).contiguous(), sizes=self.sizes)
@@ -246,15 +247,15 @@ class GatheredProduct(Product):
         del gathered  # before the reduce-scatter allocates
         return self.cuboid.scatter_c(partial), kept
 
-    def share(self, c: Tensor) -> Tensor:
+    def share(self, c: Tensor) -> Any:
         """Return dC gathered along z; a view is valid until the next collective on z."""
         return c if self.cuboid.is_local else self.cuboid.gather_c(c, view=True)
 
-    def keep_share(self, c: Tensor, shared: Tensor) -> Tensor:
+    def keep_share(self, c: Tensor, shared: Any) -> Any:
         """Return this rank's block of dC, or (without `regather`) a copy of the gathered dC."""
         return c if self.regather or shared is c else shared.clone()
 
-    def share_again(self, kept: Tensor) -> Tensor:
+    def share_again(self, kept: Any) -> Any:
         """Return dC gathered along z: again, or (without `regather`) as it was kept."""
         return self.share(kept) if self.regather else kept
 
@@ -262,7 +263,7 @@ class GatheredProduct(Product):
         """Return the shard of B, or (without `regather`) B gathered along x."""
         return b if self.regather else self.cuboid.gather_b(b, False)
 
-    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA; the reduce-scatter along y is in flight when this returns."""
         if self.cuboid.is_local:
             return Completed(local(self.cuboid.workspace, self.of_a, shared, b))
@@ -272,7 +273,7 @@ class GatheredProduct(Product):
         del b  # the gathered B, before the reduce-scatter allocates
         return self.cuboid.start_scatter_a(partial)
 
-    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Start dB; the reduce-scatter along x is in flight when this returns."""
         if self.cuboid.is_local:
             return Completed(local(self.cuboid.workspace, self.of_b, shared, a))
@@ -289,11 +290,74 @@ class GatheredProduct(Product):
 
     def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
         """Return B gathered along x, prefetched where possible; a prefetched B has a buffer of its own, never a view."""
+        gathered = self._prefetched(b, forward)
+        return self.cuboid.gather_b(b, view) if gathered is None else gathered
+
+    def _prefetched(self, b: Tensor, forward: bool) -> Tensor | None:
+        """Return B gathered along x by the prefetch, in a buffer of its own; None where the product gathers it."""
         source = self.in_flight.source
         if source is None or self.cuboid.x.size == 1:
-            return self.cuboid.gather_b(b, view)
+            return None
         gathered = source.prefetcher.gather(source, forward, b, self.cuboid.start_gather_b)
-        return self.cuboid.gather_b(b, view) if gathered is None else self.cuboid.ledger.track(gathered)
+        return None if gathered is None else self.cuboid.ledger.track(gathered)
+
+
+@dataclass
+class SharedGradient:
+    """dC of a product in pieces: this rank's block, and dC gathered along z once a gradient's product has done so."""
+
+    block: Tensor
+    whole: Tensor | None = None
+
+
+class PiecedCuboidProduct(GatheredProduct):
+    """The cuboid product and both gradients in the plan's pieces, each operand behind what is multiplied meanwhile.
+
+    The first gradient gathers dC in pieces, and the second has it; dA's cells are on their way while dB is multiplied. What is
+    gathered in a node's memory, or prefetched, comes as a whole. Words are those of `GatheredProduct`.
+    """
+
+    def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
+        super().__init__(cuboid, regather, rows, in_flight)
+        self._grad_a, self._grad_b = (Cuboid(plan, cuboid.grid) for plan in gradient_plans(cuboid.plan))
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return C's block, and the shards or (without `regather`) the gathered operands."""
+        self.cuboid.check(a, b)
+        here = self._prefetched(b, forward=True)
+        started = self.cuboid.start_in_pieces({"a": a, "b": b}, {"b": here} if here is not None else {}, self.regather, False)
+        kept = (a, b) if self.regather else (started.gathered["a"], started.gathered["b"])
+        return started.wait(), kept
+
+    def share(self, c: Tensor) -> Any:
+        """Return dC for both gradients: gathered where the node's memory does it, else as the first of them will gather it."""
+        return SharedGradient(c, self.cuboid.gather_c(c, view=True) if self._gathers_as_a_whole(c) else None)
+
+    def keep_share(self, c: Tensor, shared: Any) -> Any:
+        """Return this rank's block of dC, or (without `regather`) what the gradients share, no view of a node's memory."""
+        if self.regather:
+            return c
+        return SharedGradient(c, shared.whole.clone()) if self._gathers_as_a_whole(c) else shared
+
+    def _gathers_as_a_whole(self, c: Tensor) -> bool:
+        return self.cuboid.z.size > 1 and self.cuboid.z.offers_views(c)
+
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
+        """Start dA; its cells along y may be on their way when this returns."""
+        here = self._prefetched(b, forward=False) if self.regather else b
+        return self._start(self._grad_a, self.of_a, shared, b, here)
+
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
+        """Start dB; its cells along x may be on their way when this returns."""
+        return self._start(self._grad_b, self.of_b, shared, a, None if self.regather else a)
+
+    def _start(self, executor: Cuboid, gradient: Gradient, shared: SharedGradient, other: Tensor, here: Tensor | None) -> Pending:
+        """Start a gradient's product of dC and the other operand, which is gathered already where it is `here`."""
+        blocks = dict(zip("ab", gradient.ordered(shared.block, other), strict=True))
+        gathered = zip("ab", gradient.ordered(shared.whole, here), strict=True)
+        started = executor.start_in_pieces(blocks, {name: one for name, one in gathered if one is not None}, view=True)
+        shared.whole = started.gathered["a" if gradient.c_first else "b"]
+        return started
 
 
 class OnedProduct(Product):
@@ -319,14 +383,14 @@ class OnedProduct(Product):
         c = self.executor.workspace.multiply(a, b, self.plan.form)
         return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
 
-    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA; the all-reduce along y, where y splits the dim that dA sums over, is in flight when this returns."""
         partial = local(self.executor.workspace, self.of_a, shared, b)
         if self.of_a.inner != self.split:
             return Completed(partial)
         return self.axis.start_all_reduce(partial, into=partial, in_order=True)
 
-    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Return dB, which sums over m, which y never splits."""
         return Completed(local(self.executor.workspace, self.of_b, shared, a))
 
@@ -349,11 +413,11 @@ class ExecutedProduct(Product):
         """Return C's block and both shards."""
         return self.executor.run(a, b), (a, b)
 
-    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Return dA, complete: the algorithm sums as it goes."""
         return Completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
 
-    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Return dB, complete: the algorithm sums as it goes."""
         return Completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
@@ -381,11 +445,11 @@ class AnyLayoutProduct(Product):
         self.executor.check(a, b)
         return self.executor.run(a, b), (a, b)
 
-    def start_grad_a(self, shared: Tensor, b: Tensor) -> Pending:
+    def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Return dA, complete."""
         return Completed(self._grad_a.run(*self.of_a.ordered(shared, b)))
 
-    def start_grad_b(self, shared: Tensor, a: Tensor) -> Pending:
+    def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Return dB, complete."""
         return Completed(self._grad_b.run(*self.of_b.ordered(shared, a)))
 
@@ -448,7 +512,9 @@ def product(
     if isinstance(plan, AnyPlan):
         return AnyLayoutProduct(plan, grid, rows)
     if isinstance(plan, CuboidPlan):
-        return GatheredProduct(Cuboid(plan, grid), regather, rows, in_flight)
+        cuboid = Cuboid(plan, grid)
+        kind = PiecedCuboidProduct if plan.pieces > 1 and not cuboid.is_local else GatheredProduct
+        return kind(cuboid, regather, rows, in_flight)
     if isinstance(plan, OnedPlan):
         return OnedProduct(plan, grid, rows, in_flight)
     return ExecutedProduct(plan, grid, rows, workspace)

@@ -63,7 +63,7 @@ def _start_sum(summand: Tensor, rows: Axis | None) -> Pending:
     return Completed(summand) if rows is None else rows.start_all_reduce(summand)
 
 
-def _weight_gradient(product: Product, a: Tensor, kept: Tensor) -> Tensor:
+def _weight_gradient(product: Product, a: Tensor, kept: Any) -> Tensor:
     """Return the dB that was deferred, of A and dC as the product keeps them: shards or copies, no view of a node's memory."""
     gradient: Tensor = product.start_grad_b(product.share_again(kept), a).wait()
     return gradient

@@ -22,6 +22,7 @@ from ..comm.axis import Axis
 from ..comm.grid import BaseGrid, Grid
 from ..comm.topology import OUTER
 from ..errors import GridError, LayoutError
+from ..gemm.algorithms.cuboid import CuboidPlan
 from ..gemm.algorithms.workspace import Workspace
 from ..layout.copies import Copies
 from ..layout.layout import Layout, split_sizes
@@ -185,6 +186,8 @@ class Context:
         transposed : whether replicas hold shards of the transpose of the product's right operand
         """
         rows, plan = self.vector_rows(self.scheme.after_linear(layout)), self.scheme.plan(layout, form, m, n, k)
+        if isinstance(plan, CuboidPlan):
+            plan = replace(plan, pieces=self.overlap.pieces)
         in_flight = InFlight(None if self.sharded else source, self.overlap.input_gradient, self.state)
         bound = product(plan, self.grid, self.regather, rows, self.workspace, in_flight)
         if not self.sharded:

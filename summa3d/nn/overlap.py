@@ -13,7 +13,7 @@ BUCKETS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Overlap:
-    """What may be in flight while a layer computes. It changes memory, but no result, no words and no messages.
+    """What may be in flight while a layer computes. It changes memory, but no result and no words; `pieces` changes messages.
 
     Attributes
     ----------
@@ -22,11 +22,14 @@ class Overlap:
         instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
         ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has returned.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
+    pieces : in how many pieces what a product gathers, and sums, travels between nodes behind its arithmetic, forward and
+        backward: the same words, pieces times the messages. In a node's memory nothing is cut.
 
     `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none
-    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`. Neither applies to one
-    rank, nor to `summa`, `summa-transposed`, `tesseract` and `agarwal`, whose products sum as they go. The defaults suit ranks
-    that outnumber the cores, where a waiting rank yields its core to another (`bench/overlap.py`).
+    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`, and `pieces` to the first
+    three of them. None applies to one rank, nor to `summa`, `summa-transposed`, `tesseract` and `agarwal`, whose products sum as
+    they go. The defaults suit ranks that outnumber the cores, where a waiting rank yields its core to another
+    (`bench/overlap.py`).
     """
 
     REMOVED: ClassVar = {"weight_gradient": "every layer waits for the sum of its weight's gradient. Leave the key out."}
@@ -34,8 +37,11 @@ class Overlap:
 
     gather: int = 0
     input_gradient: bool = True
+    pieces: int = 1
 
     def __post_init__(self) -> None:
+        if self.pieces < 1:
+            raise ConfigError(f"overlap.pieces is {self.pieces}; a product's messages are cut into at least 1.")
         if self.gather < 0:
             raise ConfigError(f"overlap.gather is {self.gather}; it counts prefetched weights: 0 for none, 1 for one layer, …")
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from dry_real import Real, lines_of, run_dry
-from golden_cases import Case, read
+from golden_cases import TEXT, Case, read
+
+from summa3d.nn.overlap import DEFAULT, Overlap
 
 SAVED, PEAK = 0.001, 0.03
 """Tolerances of what is saved, and of the peak without the scratch memory of torch's products."""
@@ -20,15 +22,15 @@ def cases_of(ranks: int) -> list[Case]:
     return [case for case, _ in read() if prod(case.axes.values()) == ranks]
 
 
-def check(case: Case, make_grid: Any, node_memory: bool) -> None:
+def check(case: Case, make_grid: Any, node_memory: bool, overlap: Overlap = DEFAULT) -> None:
     """The case on this world, through its node's memory or MPI, against its dry run."""
     grid = make_grid(check=False, node_memory=node_memory, **case.axes)
     through_node = bool(grid.staged) and grid.size > 1
-    real = Real(case, grid)
+    real = Real(case, grid, overlap)
     saved = real.saved()
     real.step()
     lines, peak = real.measured()
-    dry = run_dry(case, grid.rank, grid.size if through_node else 1)
+    dry = run_dry(case, grid.rank, grid.size if through_node else 1, overlap=overlap)
     said = dry.bytes()
     assert lines_of(dry) == lines, case.name
     assert abs(said["activations"] - saved) <= SAVED * saved, (case.name, said["activations"] / saved)
@@ -44,6 +46,15 @@ def test_a_dry_run_moves_saves_and_holds_what_a_real_run_does(make_grid, world_s
     stride = STRIDE[world_size]  # cases take turns between the node's memory and MPI
     for case in cases_of(world_size)[0 if node_memory else stride :: 2 * stride]:
         check(case, make_grid, node_memory)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_dry_run_of_products_in_pieces_moves_and_holds_what_a_real_run_does(make_grid, monkeypatch) -> None:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    sizes = {**TEXT, "family": "gpt2", "layers": 1}
+    for number, (scheme, axes) in enumerate([("cuboid", {"x": 2, "y": 1, "z": 2}), ("oned-sp", {"y": 4})]):
+        case = Case(scheme, axes, "copied", sizes, 8, ("none", 1), number == 0, "float32")
+        check(case, make_grid, False, Overlap(pieces=3, gather=1 - number))
 
 
 @pytest.mark.wide

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 from ...comm.axis import Axis
 from ...comm.collective import Collective
-from ...comm.device.arrays import Array, place_of
+from ...comm.device.arrays import Array, empty, place_of
 from ...comm.pending import Completed, Pending
 from ...comm.prepared import Prepared
 from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import scale
-from ..pieces.executor import PiecedProduct, WholeMoves
+from ..pieces.executor import PiecedProduct, StartedProduct, WholeMoves
 from .checks import is_whole
 from .executor import Executor
 from .plan import ProductPlan
+from .workspace import Workspace
 
 WORTH_A_SLOT = 1 << 15
 """Bytes of a summand from which its copy into a slot of the node's memory costs more than taking the slot before the product."""
@@ -75,6 +76,14 @@ class CuboidPlan(ProductPlan):
     def fine_dims(self) -> dict[str, str]:
         """The letter of the dim on which the fine split of a, b and c lies."""
         return {"a": self.a_names[self.a_fine], "b": self.b_names[self.b_fine], "c": "mn"[self.c_fine]}
+
+    def gradient_roles(self, dims: str) -> dict[str, Any]:
+        """Roles and fine splits of the plan of a gradient whose m, n, k are `dims` of this product, on this one's operands."""
+        axes = {"m": self.x, "n": self.y, "k": self.z}
+        fine = {frozenset("mk"): self.a_fine, frozenset("kn"): self.b_fine, frozenset("mn"): self.c_fine}
+        splits = zip(("a_fine", "b_fine", "c_fine"), (dims[::2], dims[1:], dims[:2]), strict=True)
+        roles = {role: axes[dim] for role, dim in zip("xyz", dims, strict=True)}
+        return roles | {name: fine[frozenset(pair)] for name, pair in splits}
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
         """True where the reduction axis z has one member."""
@@ -138,7 +147,9 @@ class Cuboid(Executor):
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
         if self.plan.pieces > 1:
             whole = WholeMoves(self._gather, self._summand, self._add_parts)
-            return PiecedProduct(self.plan, self.grid, self.workspace, self._moves, whole).run(a, b, out, alpha, beta)
+            product = PiecedProduct(self.plan, self.grid, self.workspace, self._moves, whole)
+            product.start({"a": a, "b": b}, out, alpha, beta).wait()
+            return
         first = self._start_gather("a", a, into_workspace=True) if self.y.size > 1 else None
         second = self._start_gather("b", b, into_workspace=True) if self.x.size > 1 else None
         a_gathered = self.workspace.widened("a", a if first is None else first.wait())
@@ -163,7 +174,7 @@ class Cuboid(Executor):
         partial = self.workspace.buffer("partial", (self.m, self.n), out)
         return partial, self.workspace.buffer("parts", (self.z.size, *out.shape), out)
 
-    def _add_parts(self, partial: Array, parts: Array | None, out: Array, beta: Any) -> None:
+    def _add_parts(self, partial: Array, parts: Array | None, out: Array, beta: Any) -> Pending:
         """Scatter this rank's summand and add what the others send, in the members' order."""
         if beta != 0:  # β·C comes along in this rank's own part
             scale(out, beta)
@@ -171,7 +182,7 @@ class Cuboid(Executor):
             start = sum(sizes[: self.z.index])
             own = slice(start, start + sizes[self.z.index])
             partial[own if self.plan.c_fine == 0 else (slice(None), own)] += out
-        self._moves["c"].scatter.of(partial).run(partial, out, parts)
+        return Completed(self._moves["c"].scatter.of(partial).run(partial, out, parts))
 
     def _start_gather(self, operand: str, block: Array, view: bool = True, into_workspace: bool = False) -> Pending:
         """An operand's block gathered: in flight in the node's memory, complete through MPI, whose blocking calls are faster.
@@ -229,6 +240,29 @@ class Cuboid(Executor):
         axis, alone, _, whole, *_ = self._moves[operand]
         worth = not alone and prod(whole) * like.itemsize >= WORTH_A_SLOT
         return axis.allocate(whole, like) if worth else None
+
+    def start_in_pieces(
+        self, blocks: Mapping[str, Array], here: Mapping[str, Array], view: bool, in_flight: bool = True
+    ) -> StartedProduct:
+        """Start C = op(A)·op(B) in the plan's pieces, in memory of its own; its sum may be in flight when this returns.
+
+        blocks, here : this rank's blocks, and operands that were gathered before. view : whether what is gathered in the node's
+        memory may be a view. in_flight : whether a sum there, where it is not cut, is left in flight, too
+        """
+        scatter = self._moves["c"].scatter
+        like = next(iter((*blocks.values(), *here.values())))
+
+        def summand(out: Array) -> tuple[Array, Array | None]:
+            slot = self.summand_buffer("c", out)
+            return self._tracked(self.z, empty((self.m, self.n), out)) if slot is None else slot, None
+
+        def add(partial: Array, parts: Array | None, out: Array, beta: Any) -> Pending:
+            collective = scatter.of(partial)
+            return collective.start(partial, out) if in_flight else Completed(collective.run(partial, out))
+
+        moves = WholeMoves(lambda name, block: self._gathered(name, block, view), summand, add)
+        product = PiecedProduct(self.plan, self.grid, Workspace(self.grid), self._moves, moves)
+        return product.start(blocks, empty(self.c_block, like), here=here)
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""

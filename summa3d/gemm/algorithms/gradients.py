@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 from ...errors import ShapeError
-from .plan import ProductPlan
+from .plan import Plan
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ GRADIENTS = {
 }
 
 
-def gradient_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
+def gradient_plans(plan: Plan) -> tuple[Plan, Plan]:
     """The plans of dA and dB by the algorithm of `plan`. Raises ShapeError if their layouts are not those of A and B."""
     plans = []
     for name, gradient, layout in zip("AB", GRADIENTS[plan.form], (plan.a_layout, plan.b_layout), strict=True):
@@ -52,7 +52,7 @@ def gradient_plans(plan: ProductPlan) -> tuple[ProductPlan, ProductPlan]:
     return plans[0], plans[1]
 
 
-def _gradient_plan(plan: ProductPlan, gradient: Gradient) -> ProductPlan:
+def _gradient_plan(plan: Plan, gradient: Gradient) -> Plan:
     sizes = {"m": plan.m, "n": plan.n, "k": plan.k}
     m, n, k = (sizes[dim] for dim in gradient.dims)
     return replace(plan, form=gradient.form, m=m, n=n, k=k, **plan.gradient_roles(gradient.dims))

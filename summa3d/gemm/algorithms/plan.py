@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from math import prod
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ...comm.topology import describe, grids_of
 from ...errors import GridError, ShapeError
@@ -126,8 +126,8 @@ class ProductPlan(ABC):
         """Whether one product on one rank makes each element of C, so that nothing is summed after rounding."""
         return False
 
-    def gradient_roles(self, dims: str) -> dict[str, str]:
-        """Role → axis of the plan of a gradient whose m, n, k are `dims` of this product; empty where all roles stay."""
+    def gradient_roles(self, dims: str) -> dict[str, Any]:
+        """Role → axis, and other fields, of a gradient's plan, whose m, n, k are `dims` of this product; empty: all stay."""
         return {}
 
     def swapped(self: Plan) -> Plan:

@@ -6,8 +6,8 @@ Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -50,7 +50,7 @@ def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions:
     operand; the own part of C is summed where it is; and pieces of k that no BLAS adds in place need a product. Not counted,
     since it depends on β: where dtypes that no BLAS adds to C in place meet β ≠ 0 and Z = 1, a product.
     """
-    a, b, c = plan_steps(plan, grid_shape, at)
+    a, b, c = moves_of(plan, grid_shape, at, conditions.staged)
     m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
     operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
     workspace = sum(0 if fine == 0 and axis in conditions.staged else step.workspace for step, fine, axis in operands)
@@ -61,22 +61,35 @@ def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions:
     return cost if plan.pieces == 1 else combined(cost, in_pieces(plan, grid_shape, at, conditions))
 
 
+def moves_of(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, staged: Collection[str]) -> tuple[Cost, ...]:
+    """`plan_steps` with the messages of the plan's pieces."""
+    steps = plan_steps(plan, grid_shape, at)
+    if plan.pieces == 1:
+        return steps
+    order = schedule_of(plan, grid_shape, at, staged)
+    moves = zip("abc", (plan.y, plan.x, plan.z), steps, strict=True)
+    return tuple(
+        replace(step, messages=order.messages(operand, grid_shape[axis], at[axis]))
+        if grid_shape[axis] > 1 and axis not in staged
+        else step
+        for operand, axis, step in moves
+    )
+
+
 def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
-    """What pieces add to a product in one: messages, memory of columns and of sums that are not taken in place, less C's own."""
-    order, messages, memory, adds = schedule_of(plan, grid_shape, at, conditions.staged), 0, 0, False
-    for operand, axis, step in zip("abc", (plan.y, plan.x, plan.z), plan_steps(plan, grid_shape, at), strict=True):
-        size = grid_shape[axis]
-        if size == 1 or axis in conditions.staged:
+    """What pieces add to the workspace: memory of columns and of sums that are not taken in place, less C's own."""
+    memory, adds = 0, False
+    steps = zip("abc", (plan.y, plan.x, plan.z), moves_of(plan, grid_shape, at, conditions.staged), strict=True)
+    for operand, axis, step in steps:
+        if grid_shape[axis] == 1 or axis in conditions.staged:
             continue
-        count = order.messages(operand, size, at[axis])
-        messages += count - step.messages
         if operand == "c":
-            memory -= conditions.wide * step.workspace // size
+            memory -= conditions.wide * step.workspace // grid_shape[axis]
         else:
             memory += step.workspace * (plan.a_fine if operand == "a" else plan.b_fine)
-            adds = adds or (plan.fine_dims[operand] == "k" and count > 0)
-    product = order.extents["m"] * order.extents["n"] * (adds and conditions.scratch)
-    return Cost(0, messages, memory + product)
+            adds = adds or (plan.fine_dims[operand] == "k" and step.messages > 0)
+    m, n, _ = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+    return Cost(0, 0, memory + m * n * (adds and conditions.scratch))
 
 
 # -- panels: summa, tesseract, ca25d ------------------------------------------------------------------------------------------

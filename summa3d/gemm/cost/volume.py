@@ -10,7 +10,7 @@ from ..algorithms.gradients import GRADIENTS, gradient_plans
 from ..algorithms.oned import OnedPlan
 from ..algorithms.plan import ProductPlan
 from ..algorithms.registry import algorithm_of
-from .per_rank import plan_steps
+from .per_rank import moves_of, plan_steps
 from .steps import Coordinates, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter, without
 
 __all__ = [
@@ -51,9 +51,16 @@ def cuboid(m: int, n: int, k: int, grid_shape: GridShape, form: str = "nn") -> V
 
 
 def gradients(
-    plan: ProductPlan, grid_shape: GridShape, regather: bool = True, need_a: bool = True, need_b: bool = True
+    plan: ProductPlan,
+    grid_shape: GridShape,
+    regather: bool = True,
+    need_a: bool = True,
+    need_b: bool = True,
+    staged: Collection[str] = (),
 ) -> Volume:
     """The words and messages of dA and dB together, as `autograd` takes them; workspace is not counted.
+
+    staged : the axes that communicate in the node's memory, whose messages are not cut in pieces
 
     The cuboid gathers dC once for both, gathers A and B again (`regather`) or keeps them, and scatters dA and dB. The 1-D
     products all-reduce the gradient whose inner dim is split. Others take products of their own algorithm.
@@ -63,7 +70,7 @@ def gradients(
 
     def cost_of(at: Coordinates) -> Cost:
         if isinstance(plan, CuboidPlan):
-            moves = _gathered(plan, grid_shape, at, regather, need_a, need_b)
+            moves = _gathered(plan, grid_shape, at, regather, need_a, need_b, staged)
         elif isinstance(plan, OnedPlan):
             moves = _all_reduced(plan, grid_shape, at, need_a, need_b)
         else:
@@ -73,14 +80,24 @@ def gradients(
     return Volume(grid_shape, cost_of)
 
 
-def _gathered(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, regather: bool, need_a: bool, need_b: bool) -> list[Cost]:
-    a, b, _ = plan_steps(plan, grid_shape, at)
-    moves = [gather(plan.c_layout, plan.c_shape, plan.z, grid_shape, at)]
-    if need_a:
-        moves += [scatter(plan.a_layout, plan.a_shape, plan.y, grid_shape, at), *([b] if regather else [])]
-    if need_b:
-        moves += [scatter(plan.b_layout, plan.b_shape, plan.x, grid_shape, at), *([a] if regather else [])]
-    return moves
+def _gathered(
+    plan: CuboidPlan,
+    grid_shape: GridShape,
+    at: Coordinates,
+    regather: bool,
+    need_a: bool,
+    need_b: bool,
+    staged: Collection[str],
+) -> list[Cost]:
+    """dC is gathered once; each gradient's plan says what else is, and what is summed."""
+    moves, gathered = [], False
+    for needed, gradient, found in zip((need_a, need_b), GRADIENTS[plan.form], gradient_plans(plan), strict=True):
+        if needed:
+            first, second, summed = moves_of(found, grid_shape, at, staged)
+            of_c, other = (first, second) if gradient.c_first else (second, first)
+            moves += [summed, *([] if gathered else [of_c]), *([other] if regather else [])]
+            gathered = True
+    return moves or [gather(plan.c_layout, plan.c_shape, plan.z, grid_shape, at)]
 
 
 def _all_reduced(plan: OnedPlan, grid_shape: GridShape, at: Coordinates, need_a: bool, need_b: bool) -> list[Cost]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ class PiecedOperand:
     """An operand on its way along `axis` in rounds, of which there are none where it is here as a whole.
 
     dim : the dim of the stored block along which it is put together. whole : the gathered shape. own : the range that is here at
-        first. operand : the gathered block as it is multiplied
+        first. array : the gathered block. operand : that, as it is multiplied
     """
 
     workspace: Workspace
@@ -37,6 +38,7 @@ class PiecedOperand:
     whole: tuple[int, int]
     rounds: Sequence[Round]
     own: DimRange
+    array: Array = None
     operand: Array = None
 
     def begin(self, block: Array) -> None:
@@ -112,9 +114,12 @@ class Rounds:
         """Send a cell, which stays as it is until `finish`; its tag tells it from others, whose products may be done before."""
         self._sends.append(axis.start_send(array, cell.member, cell.number))
 
-    def finish(self) -> None:
-        """Return once all has arrived and all that was sent may be overwritten."""
+    def need_all(self) -> None:
+        """Return once all rounds have arrived."""
         self.need(len(self._rounds))
+
+    def finish(self) -> None:
+        """Return once all that was sent may be overwritten."""
         for pending in self._sends:
             pending.wait()
         self._sends = []
@@ -141,7 +146,8 @@ class Rounds:
 class Summation:
     """The summands of C[m:x, n:y]: they leave along `axis` cell by cell, and those that come are added in the members' order.
 
-    dim : the dim of C that is cut. cells : in the order of their products
+    dim : the dim of C that is cut. cells : in the order of their products. 16-bit floats are multiplied and added in float32;
+        what travels is rounded
     """
 
     def __init__(self, workspace: Workspace, axis: Axis, dim: int, whole: tuple[int, int], cells: Sequence[SumCell]) -> None:
@@ -153,7 +159,7 @@ class Summation:
     def begin(self, out: Array) -> list[Array]:
         """Post the receives; returns the memory of each cell."""
         rest, extent = self.whole[1 - self.dim], self.whole[self.dim]
-        flat = self.workspace.buffer("partial", (rest * extent,), out)
+        self._like, flat = out, self.workspace.buffer("partial", (rest * extent,), accumulation_like(out))
         own = rest * self.sizes[self.axis.index]
         parts = self.workspace.buffer("parts", (len(self.others) * own,), out)
         base = sum(self.sizes[: self.axis.index])
@@ -163,6 +169,12 @@ class Summation:
                 memory = self._memory(parts[number * own : (number + 1) * own], cell, base)
                 self._coming[cell].append((memory, self.axis.start_receive(memory, member, cell.number)))
         return [self._memory(flat, cell, 0) for cell in self.cells]
+
+    def leaving(self, memory: Array, cell: SumCell) -> Array:
+        """A cell as it travels."""
+        if not is_half(self._like):
+            return memory
+        return self.workspace.copy(self.workspace.buffer(f"cell {cell.member}.{cell.number}", memory.shape, self._like), memory)
 
     def _memory(self, flat: Array, cell: SumCell, base: int) -> Array:
         rest, width = self.whole[1 - self.dim], cell.stop - cell.start
@@ -183,25 +195,55 @@ class Summation:
                 own += target
             coming = [pending.wait() for _, pending in self._coming[cell]]
             summands = [*coming[: self.axis.index], own, *coming[self.axis.index :]]
-            self.workspace.copy(target, summands[0])
+            total = self.workspace.buffer("sum", own.shape, own) if is_half(out) else target
+            self.workspace.copy(total, summands[0])
             for summand in summands[1:]:
-                add(summand, target, 1)
+                add(summand, total, 1)
+            if total is not target:
+                self.workspace.copy(target, total)
 
 
 class CellMemory(NamedTuple):
-    """Memory of a part of C, its ranges of m and n, and the cell that it is; None where C stays as a whole."""
+    """Memory of a part of C, its ranges of m and n, and the cell that it is; None where C stays as a whole.
+
+    leave : makes of the memory of another member's cell what travels
+    """
 
     ranges: DimRanges
     memory: Array
     cell: SumCell | None = None
+    leave: Callable[[Array, SumCell], Array] | None = None
 
 
 class WholeMoves(NamedTuple):
-    """How operands move that are not cut: the gather of one, memory for a summand and for parts of C, and their sum."""
+    """How operands move that are not cut: the gather of one, memory for a summand and for parts of C, and their sum, started."""
 
     gather: Callable[[str, Array], Array]
     summand: Callable[[Array], tuple[Array, Array | None]]
-    add: Callable[[Array, Array | None, Array, Any], None]
+    add: Callable[[Array, Array | None, Array, Any], Pending]
+
+
+class StartedProduct(Pending):
+    """A product whose operands are here and multiplied, and whose sums along z may be in flight; `wait` returns C.
+
+    gathered : A and B as they were multiplied, before 16-bit floats were widened
+    """
+
+    def __init__(self, gathered: Mapping[str, Array], finish: Callable[[], Array]) -> None:
+        self.gathered, self._finish = gathered, finish
+        self._carried = None
+        self._ended = False
+
+    @property
+    def done(self) -> bool:
+        """Whether C was waited for."""
+        return self._ended
+
+    def wait(self) -> Array:
+        """C; a second call returns the same."""
+        if not self._ended:
+            self._result, self._ended = self._finish(), True
+        return self._result
 
 
 class PiecedProduct:
@@ -218,17 +260,38 @@ class PiecedProduct:
         self.plan, self.grid, self.workspace, self._moves, self._move = plan, grid, workspace, moves, whole
         self._z: Axis = moves["c"].axis
 
-    def run(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
-        """out = α·op(A)·op(B) + β·out."""
-        axes = {name: getattr(self.plan, role) for name, role in zip("abc", "yxz", strict=True)}
-        staged = [
-            axes[name] for name, block in zip("abc", (a, b, out), strict=True) if self._moves[name].axis.offers_views(block)
-        ]
+    def start(self, blocks: Mapping[str, Array], out: Array, alpha: Any = 1, beta: Any = 0, here: Any = None) -> StartedProduct:
+        """Start out = α·op(A)·op(B) + β·out. here : operands that were gathered before; of the others `blocks` has the blocks."""
+        here, roles = here or {}, dict(zip("abc", "yxz", strict=True))
+        alike = {**blocks, **here, "c": out}
+        whole = [name for name in roles if name in here or self._moves[name].axis.offers_views(alike[name])]
+        staged = [getattr(self.plan, roles[name]) for name in whole]
         order = schedule_of(self.plan, self.grid.shape, self.grid.coordinates, staged)
-        arrivals = [self._arrival(name, block, order) for name, block in (("a", a), ("b", b))]
-        flow, work = Rounds(arrivals), prod(order.extents.values())
+        arrivals = [self._arrival(name, blocks, here, order) for name in "ab"]
+        flow = Rounds(arrivals)
         places, finish = self._places(out, beta, order.cells)
-        own_beta = beta if self._z.size == 1 else 0
+        self._run(order, arrivals, flow, places, alpha, beta if self._z.size == 1 else 0)
+        flow.need_all()
+        ending = finish()
+
+        def wait() -> Array:
+            flow.finish()
+            ending()
+            return out
+
+        return StartedProduct({one.name: one.array for one in arrivals}, wait)
+
+    def _run(
+        self,
+        order: PiecedSchedule,
+        arrivals: Sequence[PiecedOperand],
+        flow: Rounds,
+        places: Sequence[CellMemory],
+        alpha: Any,
+        beta: Any,
+    ) -> None:
+        """Multiply what is here, slab by slab where something travels meanwhile, and send each cell that is done."""
+        work = prod(order.extents.values()) if order.cut else 0
         left = Counter(number for step in order.steps for number, place in enumerate(places) if shared(step.ranges, place.ranges))
         for step in order.steps:
             flow.need(step.needs)
@@ -237,43 +300,59 @@ class PiecedProduct:
                 if ranges is None:
                     continue
                 for slab in slabs(ranges, work):
-                    self._multiply(arrivals, slab, place, alpha, own_beta if step.first else 1)
+                    self._multiply(arrivals, slab, place, alpha, beta if step.first else 1)
                     flow.progress()
                 left[number] -= 1
-                if left[number] == 0 and place.cell is not None and place.cell.member != self._z.index:
-                    flow.send(self._z, place.memory, place.cell)
-        flow.finish()
-        finish()
+                if left[number] == 0 and place.leave is not None and place.cell is not None:
+                    flow.send(self._z, place.leave(place.memory, place.cell), place.cell)
 
-    def _arrival(self, name: str, block: Array, order: PiecedSchedule) -> PiecedOperand:
-        """An operand that arrives in pieces, or as a whole: through the node's memory, or without elements."""
+    def _arrival(self, name: str, blocks: Mapping[str, Array], here: Mapping[str, Array], order: PiecedSchedule) -> PiecedOperand:
+        """An operand that arrives in pieces, or as a whole: given, through the node's memory, or without elements."""
         moves = self._moves[name]
         rounds, own = order.rounds[name], order.own[name]
         arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, rounds, own)
         if name in order.cut:
-            arrival.begin(block)
+            arrival.begin(blocks[name])
         else:
-            empty = prod(moves.whole) == 0
-            whole = self.workspace.buffer(name, moves.whole, block) if empty else self._move.gather(name, block)
-            arrival.operand = self.workspace.widened(name, whole)
+            if name in here:
+                arrival.array = here[name]
+            elif prod(moves.whole) == 0:
+                arrival.array = self.workspace.buffer(name, moves.whole, blocks[name])
+            else:
+                arrival.array = self._move.gather(name, blocks[name])
+            arrival.operand = self.workspace.widened(name, arrival.array)
         return arrival
 
-    def _places(self, out: Array, beta: Any, cells: Sequence[SumCell]) -> tuple[list[CellMemory], Callable[[], None]]:
-        """Where products of C go, and what is done with them at the end."""
+    def _places(
+        self, out: Array, beta: Any, cells: Sequence[SumCell]
+    ) -> tuple[list[CellMemory], Callable[[], Callable[[], object]]]:
+        """Where products of C go, and what starts their sums, and returns what ends them."""
         z, (m, n), dim = self._z, self._moves["c"].whole, self.plan.c_fine
         whole = {"m": (0, m), "n": (0, n)}
         if m * n == 0:
-            return [], lambda: None
-        if z.size == 1:
-            return [CellMemory(whole, out)], lambda: None
-        if not cells:
-            partial, parts = self._move.summand(out)
-            return [CellMemory(whole, partial)], lambda: self._move.add(partial, parts, out, beta)
-        summation = Summation(self.workspace, z, dim, (m, n), cells)
-        memories = summation.begin(out)
-        cut = zip(cells, memories, strict=True)
-        places = [CellMemory({**whole, "mn"[dim]: (cell.start, cell.stop)}, memory, cell) for cell, memory in cut]
-        return places, lambda: summation.finish(memories, out, beta)
+            return [], lambda: lambda: None
+        if z.size > 1 and cells:
+            summation = Summation(self.workspace, z, dim, (m, n), cells)
+            memories = summation.begin(out)
+            places = [
+                CellMemory(
+                    {**whole, "mn"[dim]: (cell.start, cell.stop)},
+                    memory,
+                    cell,
+                    None if cell.member == z.index else summation.leaving,
+                )
+                for cell, memory in zip(cells, memories, strict=True)
+            ]
+            return places, lambda: partial(summation.finish, memories, out, beta)
+        product, parts = (out, None) if z.size == 1 else self._move.summand(out)
+        memory = self.workspace.buffer("product in float32", (m, n), accumulation_like(out)) if is_half(out) else product
+
+        def start() -> Callable[[], object]:
+            if memory is not product:
+                self.workspace.copy(product, memory)
+            return (lambda: None) if z.size == 1 else self._move.add(product, parts, out, beta).wait
+
+        return [CellMemory(whole, memory)], start
 
     def _multiply(self, arrivals: Sequence[PiecedOperand], slab: DimRanges, place: CellMemory, alpha: Any, beta: Any) -> None:
         """One slab: ranges of the operands into those of a place."""

@@ -1,0 +1,102 @@
+"""Products in pieces with gradients: torch's on one process, the words of one piece, and the messages of the plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from gradients import close, operands
+
+from summa3d.autograd import matmul, product
+from summa3d.autograd.deferred import PassState, run_deferred
+from summa3d.autograd.differentiable import InFlight, PiecedCuboidProduct
+from summa3d.gemm import CuboidPlan, volume
+from summa3d.layout import Layout, distribute
+
+M, N, K = 29, 23, 31
+GRIDS = {2: (1, 2, 1), 4: (2, 2, 1), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
+FINES = {"nn": (0, 0, 0), "nt": (1, 0, 1), "tn": (0, 1, 0), "tt": (1, 1, 1)}
+
+
+def gradients(grid, plan, regather, dtype=torch.float64, state=None):
+    """C, dA, dB and the bias gradient of a product in pieces, with what forward and backward moved; beside those of torch."""
+    a, b, bias, dc = operands(plan)
+    want = (a.T if plan.form[0] == "t" else a) @ (b.T if plan.form[1] == "t" else b) + bias
+    want.backward(dc)
+    columns = Layout(plan.c_layout.dims[1])
+    local = [
+        distribute(value.detach().to(dtype), grid, layout).requires_grad_()
+        for value, layout in ((a, plan.a_layout), (b, plan.b_layout), (bias, columns))
+    ]
+    bound = product(plan, grid, regather, grid[plan.c_layout.dims[0]], None, InFlight(state=state))
+    assert isinstance(bound, PiecedCuboidProduct)
+    with grid.ledger.watch() as forward:
+        c = matmul(*local[:2], bound, local[2])
+    with grid.ledger.watch() as backward:
+        c.backward(distribute(dc.to(dtype), grid, plan.c_layout))
+        if state is not None:
+            run_deferred(state.deferred)
+    found = zip((c, *(one.grad for one in local)), (want.detach(), a.grad, b.grad, bias.grad), strict=True)
+    layouts = plan.c_layout, plan.a_layout, plan.b_layout, columns
+    return [(*pair, layout) for pair, layout in zip(found, layouts, strict=True)], forward, backward
+
+
+@pytest.mark.mpi(sizes=tuple(GRIDS))
+def test_gradients_are_torchs_and_messages_those_of_the_plan(make_grid, world_size):
+    grid = make_grid(**dict(zip("xyz", GRIDS[world_size], strict=True)), node_memory=False)
+    for turn, (form, fines) in enumerate(FINES.items()):
+        roles = [("x", "y", "z"), ("z", "x", "y")][turn % 2]
+        plan, regather = CuboidPlan(form, M, N, K, *roles, *fines, pieces=2 + turn), (turn + world_size // 2) % 2 == 0
+        found, forward, backward = gradients(grid, plan, regather)
+        for got, want, layout in found:
+            assert close(got, grid, layout, want), (plan, layout)
+        at = grid.coordinates
+        of_bias = volume.all_reduce(found[-1][0].numel(), plan.c_layout.dims[0], grid.shape, at)
+        costs = volume.of_plan(plan, grid.shape).cost_of(at), volume.gradients(plan, grid.shape, regather).cost_of(at)
+        assert (forward.words, forward.messages) == (costs[0].words, costs[0].messages), plan
+        moved = costs[1].words + of_bias.words, costs[1].messages + of_bias.messages
+        assert (backward.words, backward.messages) == moved, plan
+
+
+@pytest.mark.mpi(sizes=(4, 8))
+def test_a_nodes_memory_gradients_and_16_bits_take_the_same_path(make_grid, world_size):
+    for node_memory in (True, False):
+        grid = make_grid(**dict(zip("xyz", GRIDS[world_size], strict=True)), node_memory=node_memory)
+        for regather, dtype in ((True, torch.float64), (False, torch.float64), (True, torch.bfloat16)):
+            plan = CuboidPlan("nn", M, N, K, pieces=3)
+            found, _, backward = gradients(grid, plan, regather, dtype)
+            for got, want, layout in found:
+                if dtype is torch.float64:
+                    assert close(got, grid, layout, want)
+                else:
+                    whole = distribute(want, grid, layout)
+                    assert (got.double() - whole).norm() <= 0.02 * whole.norm() + 1e-9
+            if node_memory and dtype is torch.float64:
+                one = volume.gradients(CuboidPlan("nn", M, N, K), grid.shape, regather).cost_of(grid.coordinates)
+                of_bias = volume.all_reduce(found[-1][0].numel(), plan.c_layout.dims[0], grid.shape, grid.coordinates)
+                assert backward.messages == one.messages + of_bias.messages
+
+
+@pytest.mark.mpi(sizes=(8,))
+@pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])
+def test_deferred_weight_gradients_in_pieces_are_those_of_one_backward(make_grid, regather):
+    grid, plan = make_grid(x=2, y=2, z=2, node_memory=False), CuboidPlan("nn", M, N, K, pieces=3)
+    state = PassState()
+    state.deferred = []
+    found, _, _ = gradients(grid, plan, regather, state=state)
+    for got, want, layout in found:
+        assert close(got, grid, layout, want)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_the_cells_of_da_travel_while_db_is_multiplied(make_grid):
+    """dA is done on no rank before dB has begun; both are torch's though they are waited for in the other order."""
+    grid, plan = make_grid(x=1, y=2, z=2, node_memory=False), CuboidPlan("nn", M, N, K, pieces=3)
+    a, b, _, dc = (whole.detach() for whole in operands(plan))
+    bound = product(plan, grid)
+    blocks = (distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout))
+    _, (kept_a, kept_b) = bound.forward(*blocks)
+    shared = bound.share(distribute(dc, grid, plan.c_layout))
+    first = bound.start_grad_a(shared, kept_b)
+    assert not first.done
+    second = bound.start_grad_b(shared, kept_a)
+    assert close(second.wait(), grid, plan.b_layout, a.T @ dc) and close(first.wait(), grid, plan.a_layout, dc @ b.T)
