@@ -106,13 +106,16 @@ class Product(ABC):
         """Raise ShapeError unless the blocks of both operands, A's as a matrix, are those of the plan."""
         self.executor.check(a, b)
 
-    def is_torchs(self, a: Tensor) -> bool:
+    def is_torchs(self, a: Tensor, b: Tensor) -> bool:
         """Whether torch's own linear layer is this product: on one rank, on the host, multiplied by torch, in no trace.
 
         Its graph is torch's, whose backward calls no Python.
         """
         grid = self.executor.grid
-        return self.is_linear and a.device.type == "cpu" and not grid.job.blas.worth and not grid.ledger.by_steps
+        if not self.is_linear or a.device.type != "cpu" or grid.ledger.by_steps:
+            return False
+        worth = grid.job.blas.worth.get(dtype_name(a)) if grid.job.blas.worth else None
+        return worth is None or a.numel() * b.numel() < worth * a.shape[-1]
 
     @cached_property
     def is_linear(self) -> bool:

@@ -97,7 +97,7 @@ def matmul(a: Tensor, b: Tensor, product: Product, bias: Tensor | None = None, s
         product.in_flight.source.prepare(None if product.source is None else b)
     state, rows = product.in_flight.state, product.rows if sums_bias else None
     if state is None or state.deferred is None or not (a.requires_grad and b.requires_grad):
-        if product.is_torchs(a):
+        if product.is_torchs(a, b):
             return functional.linear(a, b.t() if product.plan.form == "nn" else b, bias)
         return _Matmul.apply(a, b, bias, product, rows, None)
     return _Matmul.apply(a, b.detach(), bias, product, rows, DeferredWeightGradient(b, state))

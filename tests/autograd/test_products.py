@@ -14,9 +14,11 @@ from summa3d.autograd import all_reduce, matmul, product, scatter_from
 from summa3d.autograd.deferred import PassState
 from summa3d.autograd.differentiable import InFlight
 from summa3d.autograd.prefetch import Prefetcher, PrefetchSource
+from summa3d.blas_library import BlasRule
 from summa3d.comm.transport.host import HostTransport
 from summa3d.comm.transport.node import ALL_REDUCE_LIMIT
 from summa3d.errors import ShapeError
+from summa3d.gemm.algorithms.cuboid import CuboidPlan
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
 from summa3d.layout import collect, distribute, split_sizes
@@ -156,3 +158,22 @@ def test_backward_prefetches_b_where_it_gathers_it_again_alone(make_grid):
         plan = ALGORITHMS["cuboid"].plan("nn", M, N, K)
         grid = make_grid(**{"x": 1, "y": 1, "z": 1, **axes})
         assert product(plan, grid, regather, in_flight=InFlight(source)).source is wanted
+
+
+@pytest.mark.parametrize(("form", "rows", "torchs"), [("nn", 37, True), ("nt", 37, True), ("nn", 41, False), ("nt", 41, False)])
+@pytest.mark.mpi(sizes=(1,))
+def test_on_one_rank_torch_multiplies_what_its_rule_leaves_to_it_and_gradients_are_torchs(make_grid, form, rows, torchs):
+    n, k = 29, 31
+    grid = make_grid(x=1, y=1, z=1)
+    grid.job.blas = BlasRule("another", "asked for", {"float64": 40 * n * k})
+    of = product(CuboidPlan(form, rows, n, k), grid)
+    generator = torch.Generator().manual_seed(2)
+    a, b, bias, gradient = (
+        torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+        for shape in ((1, rows, k), (k, n) if form == "nn" else (n, k), (n,), (1, rows, n))
+    )
+    c = matmul(a, b, of, bias)
+    assert ("_Matmul" in repr(c.grad_fn)) is not torchs
+    want = a @ (b if form == "nn" else b.t()) + bias
+    found, wanted = (torch.autograd.grad(one, (a, b, bias), gradient) for one in (c, want))
+    assert all((one - other).norm() <= 1e-13 * other.norm() for one, other in zip((c, *found), (want, *wanted), strict=True))
