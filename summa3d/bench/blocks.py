@@ -91,7 +91,7 @@ class BlockEntry:
         """The entry's name in tables: scheme, grid without axes of size 1, and switches that differ from the default."""
         axes = several(self.grid) or self.grid
         switches = {name: value for name, value in asdict(self.overlap).items() if value != getattr(DEFAULT, name)}
-        in_flight = "".join(f" {name}={int(value)}" for name, value in switches.items())
+        in_flight = "".join(f" {name}={int(value) if isinstance(value, bool) else value}" for name, value in switches.items())
         return f"{self.scheme} {describe(axes)}" + ("" if self.regather else " keep") + in_flight
 
 

@@ -21,9 +21,12 @@ from ..autograd.prefetch import Prefetcher, PrefetchSource
 from ..comm.axis import Axis
 from ..comm.grid import BaseGrid, Grid
 from ..comm.topology import OUTER
+from ..dtypes import dtype_of
 from ..errors import GridError, LayoutError
 from ..gemm.algorithms.cuboid import CuboidPlan
 from ..gemm.algorithms.workspace import Workspace
+from ..gemm.cost.machine import Machine
+from ..gemm.pieces.timing import pieces_on
 from ..layout.copies import Copies
 from ..layout.layout import Layout, split_sizes
 from .overlap import DEFAULT, Overlap
@@ -187,13 +190,18 @@ class Context:
         """
         rows, plan = self.vector_rows(self.scheme.after_linear(layout)), self.scheme.plan(layout, form, m, n, k)
         if isinstance(plan, CuboidPlan):
-            plan = replace(plan, pieces=self.overlap.pieces)
+            plan = replace(plan, pieces=self._pieces(plan))
         in_flight = InFlight(None if self.sharded else source, self.overlap.input_gradient, self.state)
         bound = product(plan, self.grid, self.regather, rows, self.workspace, in_flight)
         if not self.sharded:
             return bound
         stored, shape = (plan.b_layout.transposed(), plan.b_shape[::-1]) if transposed else (plan.b_layout, plan.b_shape)
         return ShardedProduct(bound, self.whole[self.sharded], self._shard_sizes(stored, shape), transposed, source)
+
+    def _pieces(self, plan: CuboidPlan) -> int:
+        """In how many pieces a product moves: what the overlap says, or its rule."""
+        pieces = self.overlap.pieces
+        return pieces_on(plan, self.grid, dtype_of("float32"), Machine()) if isinstance(pieces, str) else pieces
 
     def prefetch_source(
         self, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor] = itemgetter(0)

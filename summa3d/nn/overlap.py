@@ -11,6 +11,9 @@ BUCKETS_IN_FLIGHT = 2
 """Buckets of gradients whose sums over replicas are in flight at once: as many as an axis has slots in a node's memory."""
 
 
+AUTO = "auto"
+
+
 @dataclass(frozen=True)
 class Overlap:
     """What may be in flight while a layer computes. It changes memory, but no result and no words; `pieces` changes messages.
@@ -23,7 +26,8 @@ class Overlap:
         ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has returned.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
     pieces : in how many pieces what a product gathers, and sums, travels between nodes behind its arithmetic, forward and
-        backward: the same words, pieces times the messages. In a node's memory nothing is cut.
+        backward: the same words, pieces times the messages. In a node's memory nothing is cut. "auto" takes as many as make each
+        product shortest by the description of an assumed server, in float32: the same number on all ranks.
 
     `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none
     without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`, and `pieces` to the first
@@ -37,11 +41,13 @@ class Overlap:
 
     gather: int = 0
     input_gradient: bool = True
-    pieces: int = 1
+    pieces: int | str = 1
 
     def __post_init__(self) -> None:
-        if self.pieces < 1:
-            raise ConfigError(f"overlap.pieces is {self.pieces}; a product's messages are cut into at least 1.")
+        if self.pieces != AUTO and (isinstance(self.pieces, str) or self.pieces < 1):
+            raise ConfigError(
+                f"overlap.pieces is {self.pieces!r}; it is {AUTO!r}, or into how many pieces messages are cut: 1, 2, …"
+            )
         if self.gather < 0:
             raise ConfigError(f"overlap.gather is {self.gather}; it counts prefetched weights: 0 for none, 1 for one layer, …")
 

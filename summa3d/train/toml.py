@@ -112,6 +112,8 @@ def parse(text: str, kind: Any) -> Any:
 
     >>> parse(" 8", int), parse("The ", str), parse('"The "', str), parse("none", float | None)
     (8, 'The ', 'The ', None)
+    >>> parse("8", int | str), parse("8", str)
+    (8, '8')
     """
     kinds = alternatives(kind)
     if type(None) in kinds and text.strip().lower() == "none":
@@ -119,7 +121,7 @@ def parse(text: str, kind: Any) -> Any:
     if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
         text = "{" + text + "}"
     value = toml_value(text, text)
-    return text if str in kinds and not isinstance(value, str) else value
+    return text if str in kinds and type(value) not in kinds else value
 
 
 def type_of(cls: type, key: str) -> Any:

@@ -9,6 +9,7 @@ from gradients import close, operands
 from summa3d.autograd import matmul, product
 from summa3d.autograd.deferred import PassState, run_deferred
 from summa3d.autograd.differentiable import InFlight, PiecedCuboidProduct
+from summa3d.errors import AgreementError
 from summa3d.gemm import CuboidPlan, volume
 from summa3d.layout import Layout, distribute
 
@@ -100,3 +101,14 @@ def test_the_cells_of_da_travel_while_db_is_multiplied(make_grid):
     assert not first.done
     second = bound.start_grad_b(shared, kept_a)
     assert close(second.wait(), grid, plan.b_layout, a.T @ dc) and close(first.wait(), grid, plan.a_layout, dc @ b.T)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_ranks_whose_products_have_other_pieces_hear_of_it_before_anything_moves(comm, make_grid):
+    grid = make_grid(x=1, y=2, z=1, node_memory=False)
+    plan = CuboidPlan("nn", M, N, K, pieces=2 + comm.rank)
+    wholes, layouts = operands(plan)[:2], (plan.a_layout, plan.b_layout)
+    blocks = [distribute(whole.detach(), grid, layout) for whole, layout in zip(wholes, layouts, strict=True)]
+    with grid.ledger.watch() as moved, pytest.raises(AgreementError, match=r"pieces=2.*pieces=3"):
+        matmul(*blocks, product(plan, grid))
+    assert moved.words == 0

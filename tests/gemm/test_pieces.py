@@ -7,13 +7,16 @@ import pytest
 from cuboids import FORMS, GRIDS, RAGGED, check_product, wholes
 
 from summa3d.cluster import load
+from summa3d.comm.grid import Place
+from summa3d.dry.place import NODE_RULE
 from summa3d.dtypes import dtype_of
-from summa3d.errors import AgreementError, ShapeError
+from summa3d.errors import AgreementError, ConfigError, ShapeError
 from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul, volume
 from summa3d.gemm.cost.machine import Machine
 from summa3d.gemm.pieces.schedule import pieces_of, rounds
-from summa3d.gemm.pieces.timing import best_pieces, predicted, seconds_of
+from summa3d.gemm.pieces.timing import best_pieces, pieces_on, predicted, seconds_of
 from summa3d.layout import distribute, split_sizes
+from summa3d.nn.overlap import Overlap
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4, 6, 8, 12))
@@ -138,3 +141,23 @@ def test_the_number_of_pieces_is_one_in_a_node_and_of_fewest_predicted_seconds_e
 def test_pieces_are_balanced_and_never_empty():
     assert [pieces_of(extent, 3) for extent in (7, 2, 0)] == [[(0, 3), (3, 5), (5, 7)], [(0, 1), (1, 2)], []]
     assert split_sizes(7, 3) == [3, 2, 2]
+
+
+def test_the_rule_on_a_grid_is_one_in_a_node_and_the_same_on_all_ranks():
+    sizes, axes, machine, dtype = (4099, 4093, 4091), {"x": 2, "y": 2, "z": 2}, Machine(load("frontera-rtx")), dtype_of("float32")
+    plan = CuboidPlan("nn", *sizes)
+
+    def found(nodes, rule=NODE_RULE):
+        return {pieces_on(plan, Place(axes, rank, nodes=nodes, node_rule=rule), dtype, machine) for rank in range(8)}
+
+    assert found([0] * 8) == {1}
+    for nodes in (range(8), [0, 0, 0, 0, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1, 2]):
+        (pieces,) = found(list(nodes))
+        assert pieces > 1, nodes
+    assert found([0] * 8, None) == found(list(range(8)))  # no node's memory: all of it is messages
+
+
+@pytest.mark.parametrize("pieces", [0, -2, "some"])
+def test_an_overlap_in_pieces_that_cannot_be_is_refused(pieces):
+    with pytest.raises(ConfigError, match=r"overlap\.pieces is"):
+        Overlap(pieces=pieces)

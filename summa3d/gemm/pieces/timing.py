@@ -12,6 +12,7 @@ from ...layout.layout import Coordinates
 from .schedule import DimRanges, SumCell, schedule_of, shared
 
 if TYPE_CHECKING:
+    from ...comm.grid import BaseGrid
     from ..algorithms.cuboid import CuboidPlan
     from ..cost.machine import Machine
     from ..cost.steps import GridShape
@@ -68,20 +69,34 @@ def seconds_of(
     return max(port, now)
 
 
-def best_pieces(plan: CuboidPlan, grid_shape: GridShape, dtype: Dtype, machine: Machine) -> int:
+def best_pieces(plan: CuboidPlan, grid_shape: GridShape, dtype: Dtype, machine: Machine, staged: Collection[str] = ()) -> int:
     """The number of pieces of fewest predicted seconds on a described cluster, the same on every rank: 1 in a node's memory."""
     if machine.node:
         return 1
     at = dict.fromkeys(grid_shape, 0)
-    times = {count: predicted(replace(plan, pieces=count), grid_shape, at, dtype, machine) for count in CHOICES}
+    times = {count: predicted(replace(plan, pieces=count), grid_shape, at, dtype, machine, staged) for count in CHOICES}
     return min(times, key=times.__getitem__)
 
 
-def predicted(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, dtype: Dtype, machine: Machine) -> float:
+def pieces_on(plan: CuboidPlan, grid: BaseGrid, dtype: Dtype, machine: Machine) -> int:
+    """`best_pieces` on a grid, by the sizes, the nodes of its ranks and the description alone, so that ranks agree."""
+    topology, nodes, staged = grid.whole.topology, grid.job.nodes, []
+    axes = [axis for axis in plan.axes if grid.shape[axis] > 1]
+    ranks = topology.members(axes, grid.whole.coordinates)
+    for axis in axes:
+        lines = {tuple(topology.members([axis], topology.coordinates_of(rank))) for rank in ranks}
+        if grid.job.node_rule is not None and all(len({nodes[rank] for rank in line}) == 1 for line in lines):
+            staged.append(axis)
+    return 1 if len(staged) == len(axes) else best_pieces(plan, grid.shape, dtype, machine, staged)
+
+
+def predicted(
+    plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, dtype: Dtype, machine: Machine, staged: Collection[str] = ()
+) -> float:
     """Seconds of a rank's product on a described cluster; the sums' reading and writing is not hidden."""
     ranks = prod(grid_shape.values())
     byte_time, latency = machine.cluster.link(ranks)
-    extents, z = schedule_of(plan, grid_shape, at).extents, grid_shape[plan.z]
+    extents, z = schedule_of(plan, grid_shape, at, staged).extents, grid_shape[plan.z]
     sums = 3 * (z - 1) * extents["m"] * extents["n"] / z * dtype.nbytes * machine.cluster.byte_time()
     return machine.cluster.crowding(ranks) * (
         sums
@@ -91,5 +106,6 @@ def predicted(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, dtype: D
             at,
             lambda words: latency + words * dtype.nbytes * byte_time,
             lambda m, n, k: machine.product(m, n, k, dtype),
+            staged,
         )
     )
