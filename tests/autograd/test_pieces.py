@@ -11,6 +11,7 @@ from summa3d.autograd.deferred import PassState, run_deferred
 from summa3d.autograd.differentiable import InFlight, PiecedCuboidProduct
 from summa3d.errors import AgreementError
 from summa3d.gemm import CuboidPlan, volume
+from summa3d.gemm.algorithms.workspace import Workspace
 from summa3d.layout import Layout, distribute
 
 M, N, K = 29, 23, 31
@@ -112,3 +113,21 @@ def test_ranks_whose_products_have_other_pieces_hear_of_it_before_anything_moves
     with grid.ledger.watch() as moved, pytest.raises(AgreementError, match=r"pieces=2.*pieces=3"):
         matmul(*blocks, product(plan, grid))
     assert moved.words == 0
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_where_nothing_is_cut_nothing_is_multiplied_in_slabs(make_grid, monkeypatch):
+    plan, calls, accumulate = CuboidPlan("nn", 640, 384, 512, pieces=3), [], Workspace.accumulate
+    monkeypatch.setattr(Workspace, "accumulate", lambda *arguments, **options: calls.append(accumulate(*arguments, **options)))
+    for node_memory in (True, False):
+        grid = make_grid(x=1, y=2, z=1, node_memory=node_memory)
+        a, b, _, dc = (whole.detach() for whole in operands(plan))
+        bound = product(plan, grid)
+        _, (kept_a, kept_b) = bound.forward(distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout))
+        shared = bound.share(distribute(dc, grid, plan.c_layout))
+        counts = [len(calls)]
+        for start, kept in ((bound.start_grad_a, kept_b), (bound.start_grad_b, kept_a)):
+            start(shared, kept).wait()
+            counts.append(len(calls) - sum(counts))
+        assert counts == [1, 1, 1] if node_memory else min(counts) > 1
+        calls.clear()

@@ -291,7 +291,7 @@ class PiecedProduct:
         beta: Any,
     ) -> None:
         """Multiply what is here, slab by slab where something travels meanwhile, and send each cell that is done."""
-        work = prod(order.extents.values()) if order.cut else 0
+        work = prod(order.extents.values())
         left = Counter(number for step in order.steps for number, place in enumerate(places) if shared(step.ranges, place.ranges))
         for step in order.steps:
             flow.need(step.needs)
@@ -299,7 +299,7 @@ class PiecedProduct:
                 ranges = shared(step.ranges, place.ranges)
                 if ranges is None:
                     continue
-                for slab in slabs(ranges, work):
+                for slab in slabs(ranges, work) if order.cut else (ranges,):
                     self._multiply(arrivals, slab, place, alpha, beta if step.first else 1)
                     flow.progress()
                 left[number] -= 1
