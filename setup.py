@@ -55,6 +55,7 @@ setup(
     package_data={
         "summa3d": ["py.typed", "clusters/*.toml"],
         "summa3d.cli": ["help.json"],
+        "summa3d.jobs": ["*.sh", "sites/*.toml"],
         "summa3d.nn": ["models.toml"],
         "summa3d.train": ["configs/*.toml"],
         "summa3d.sweep": ["files/*.toml", "files/published/*.toml"],
@@ -69,6 +70,7 @@ setup(
         "mpi": MPI,
         "mkl": MKL,
         "gpu": ["cupy-cuda13x>=14", *BF16],
+        "gpu-cuda12": ["cupy-cuda12x>=13.4", *BF16],  # Volta too, which CUDA 13 has not
         "bf16": BF16,
         "plot": PLOT,
         "frame": FRAME,

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from summa3d.cli.main import COMMANDS, Parser
+from summa3d.jobs import script as jobs
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,7 +28,7 @@ PATH = re.compile(r"[\w*.-]+(?:/[\w*.-]+)*/?")
 SUFFIXES = (".py", ".md", ".c", ".cu", ".cuh", ".sh", ".def", ".svg")
 EXAMPLES = {"product.py", "script.py"}
 """Files that a reader is to write."""
-MADE = ("bench/build/", "checkpoints/", "runs/", "site/")
+MADE = ("bench/build/", "checkpoints/", "jobs/", "runs/", "site/")
 """Folders that commands make."""
 NAME = re.compile(r"(?:summa3d|comm|layout|gemm|autograd|nn|dry|parallel)(?:\.\w+)+")
 OTHERS = ("module", "git", "cp", "cd", "df", "ls", "rm", "apptainer", "spack", "conda", "pip", "pre-commit")
@@ -152,7 +153,8 @@ def check_command(words: list[str], where: Block) -> None:
     elif program in ("python", "bash", "sbatch"):
         if "pytest" not in arguments and "pip" not in arguments and "venv" not in arguments:
             files = [word for word in arguments if re.search(r"/\w+\.(py|sh)$", word)]
-            assert all((ROOT / file).exists() for file in files), f"{where}: {arguments}"
+            written = {f"jobs/{name}" for of in jobs.names() for name in jobs.write_all(jobs.site(of))}
+            assert all(file in written or (ROOT / file).exists() for file in files), f"{where}: {arguments}"
     else:
         assert program in (*OTHERS, *BUILTINS), f"{where}: no rule for {program}"
 

@@ -44,7 +44,8 @@ def run_of(script: Path, cwd: Path, programs: Path, **environment: str) -> list[
     """What a job script hands to the programs that only note their arguments; nothing else may come of it."""
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     noted = programs / "noted"
-    variables = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "NOTED": str(noted), **environment}
+    slurm = {"SLURM_JOB_NAME": "own", "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2", "MODULES": ""}
+    variables = {**os.environ, **slurm, "PATH": f"{programs}:{os.environ['PATH']}", "NOTED": str(noted), **environment}
     done = subprocess.run(["bash", str(script)], cwd=cwd, env=variables, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert [path for path in (cwd, programs) if (path / PLANTED).exists()] == []
@@ -104,16 +105,16 @@ def test_a_sweep_s_job_hands_on_folders_and_values_as_they_are(
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_planned_job_reads_the_configuration_of_its_folder(kind: str, tmp_path: Path) -> None:
     steps = 'record() { :; }; check() { :; }; train() { note "$CONFIG" "$SCHEME" "$GRID"; }; RUN=runs/a\n'
-    (tmp_path / "jobs/clusters").mkdir(parents=True)
-    (tmp_path / "jobs/steps.sh").write_text(steps)
-    (tmp_path / "jobs/clusters/cpu.sh").write_text("")
-    programs, folder = programs_in(tmp_path / "bin", "note"), tmp_path / HOSTILE[kind]
+    programs, folder = programs_in(tmp_path / "bin", "note", "summa3d"), tmp_path / HOSTILE[kind]
     folder.mkdir()
     inner = SimpleNamespace(ranks=2, device="cpu", scheme="oned")
     plan = SimpleNamespace(inner=inner, dp=1, pp=1)
     config = SimpleNamespace(train=SimpleNamespace(steps=1), grid=SimpleNamespace(axes={"y": 2, "z": 1}))
-    (folder / "job.sh").write_text(export._job(folder, plan, 1.0, config, cluster.load("server")))  # type: ignore[arg-type]
-    given = run_of(folder / "job.sh", tmp_path, programs, SLURM_SUBMIT_DIR=str(tmp_path), CONFIG="")
+    text = export._job(folder, plan, 1.0, config, cluster.load("server"))  # type: ignore[arg-type]
+    does = 'record "$RUN"\ncheck\ntrain\n'
+    assert text.endswith(does)
+    (folder / "job.sh").write_text(text.removesuffix(does) + steps + does)
+    given = run_of(folder / "job.sh", tmp_path, programs, CONFIG="")
     assert given == [str(folder / "plan.toml"), "oned", "y=2,z=1"]
 
 

@@ -26,6 +26,7 @@ ORDER = (
     "figures",
     "columns",
     "table",
+    "jobs",
     "kernels",
     "comm",
     "layout",

@@ -17,12 +17,16 @@ import pytest
 from summa3d.cli.main import COMMANDS
 from summa3d.comm.device import select as places
 from summa3d.comm.transport import select as choice
+from summa3d.errors import ConfigError
+from summa3d.jobs import script as jobs
 from summa3d.launch.runtime import LIKE_OPEN_MPI, loaded_runtime
 from summa3d.train.config import load
 
 ROOT = Path(__file__).parent.parent
-SCRIPTS = sorted((ROOT / "jobs").rglob("*.sh"))
-SUBMITTED = ("cuda_train", "cuda_scaling", "longhorn_train", "longhorn_scaling", "cpu_train", "cpu_sweep", "cpu_scaling")
+FOLDER = ROOT / "summa3d" / "jobs"
+WRITTEN = {name: text for of in jobs.names() for name, text in jobs.write_all(jobs.site(of)).items()}
+SUBMITTED = ("cuda_train", "cuda_scaling", "longhorn_scaling", "cpu_train", "cpu_sweep", "cpu_scaling")
+BIND = "the script that binds a rank"
 HELD = "env --block-signal=TERM"
 LAUNCHERS = ("srun", "ibrun")
 NOTE = """#!/bin/bash
@@ -35,6 +39,8 @@ ALLOCATION = {
     "cuda": {"SLURM_JOB_NUM_NODES": "3", "SLURM_GPUS_ON_NODE": "4"},
     "longhorn": {"SLURM_JOB_NUM_NODES": "3"},
     "cpu": {"SLURM_NTASKS": "12", "SLURM_CPUS_PER_TASK": "7"},
+    "frontier": {"SLURM_NTASKS": "16", "SLURM_CPUS_PER_TASK": "7"},
+    "perlmutter": {"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "4"},
 }
 
 
@@ -64,7 +70,9 @@ class Machine:
         job = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NAME": script, "SLURM_JOB_ID": "17", "SLURM_LOCALID": "0"}
         job |= {"SLURM_ARRAY_TASK_ID": "2"} if script.endswith("_sweep") else {}
         job |= {**ALLOCATION[script.split("_")[0]], "VENV": f"{self.folder}/activate", **environment}
-        return self.run("bash", ROOT / "jobs" / f"{script}.sh", **job)
+        file = self.folder / f"{script}.sh"
+        file.write_text(WRITTEN[file.name])
+        return self.run("bash", file, **job)
 
     def output(self) -> str:
         """What the job wrote after it had named the file of its output."""
@@ -73,7 +81,8 @@ class Machine:
     def asked(self) -> list[tuple[list[str], str]]:
         """Each program's line, as words, and what stood in its environment: device, transport, threads."""
         lines = [line.rpartition("|") for line in self.lines.read_text().splitlines()]
-        return [(shlex.split(words), environment.strip()) for words, _, environment in lines]
+        words = [[BIND if word.endswith(".bind") else word for word in shlex.split(line)] for line, _, _ in lines]
+        return list(zip(words, (environment.strip() for _, _, environment in lines), strict=True))
 
     def started(self, script: str, **environment: str) -> list[list[str]]:
         ended = self.submit(script, **environment)
@@ -97,7 +106,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
 
 def srun_gpu(ranks: int, nodes: int) -> list[str]:
     line = f"srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node=4 --distribution=block --cpu-bind=none --gpu-bind=none"
-    return [*line.split(), "--kill-on-bad-exit=1", f"{ROOT}/jobs/bind.sh"]
+    return [*line.split(), "--kill-on-bad-exit=1", BIND]
 
 
 def srun_cpu() -> list[str]:
@@ -106,34 +115,33 @@ def srun_cpu() -> list[str]:
 
 
 def ibrun(ranks: int, nodes: int) -> list[str]:
-    return ["ibrun", "-n", str(ranks), f"{ROOT}/jobs/bind.sh"]
+    return ["ibrun", "-n", str(ranks), BIND]
 
 
 CHECK = ["summa3d", "gemm", "--m", "1009", "--n", "997", "--k", "1013", "--dtype", "float64", "--check", "--json"]
 GPU_LAUNCHER = {"cuda": srun_gpu, "longhorn": ibrun}
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_every_script_is_bash_and_says_what_it_is(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", script], capture_output=True).returncode == 0
-    lines = [line for line in script.read_text().splitlines() if not line.startswith(("#!", "#SBATCH"))]
+@pytest.mark.parametrize("script", WRITTEN)
+def test_every_script_is_bash_and_says_what_it_is(script: str) -> None:
+    assert subprocess.run(["bash", "-n"], input=WRITTEN[script], text=True, capture_output=True).returncode == 0
+    lines = [line for line in WRITTEN[script].splitlines() if not line.startswith(("#!", "#SBATCH"))]
     assert all(re.match(r"# \S|#   \S", line) for line in lines[:3])
     assert all(len(line) <= 130 for line in lines)
 
 
 def test_every_script_that_is_submitted_is_tested_here() -> None:
-    headed = {path.stem for path in SCRIPTS if "#SBATCH" in path.read_text()}
-    assert headed == set(SUBMITTED)
+    like_others = ("frontier", "perlmutter")  # the launch of cpu and of cuda
+    assert {name.removesuffix(".sh") for name in WRITTEN if not name.startswith(like_others)} == {*SUBMITTED, "cuda_sweep"}
 
 
-@pytest.mark.parametrize("cluster", GPU_LAUNCHER)
-def test_training_starts_one_rank_per_gpu_after_the_check(machine: Machine, cluster: str) -> None:
-    shown, checked, trained = machine.started(f"{cluster}_train", GRID="x=3,y=2,z=2", CONFIG="demo")
-    prefix = GPU_LAUNCHER[cluster](12, 3)
+def test_training_starts_one_rank_per_gpu_after_the_check(machine: Machine) -> None:
+    shown, checked, trained = machine.started("cuda_train", GRID="x=3,y=2,z=2", CONFIG="demo")
+    prefix = srun_gpu(12, 3)
     assert shown == [*prefix, "true"]
     assert checked == [*prefix, *CHECK]
     settings = "--set scheme=cuboid --set grid.x=3 --set grid.y=2 --set grid.z=2 --set train.checkpoint_every=100"
-    assert trained == [*prefix, *f"{HELD} summa3d train demo --run runs/{cluster}_train --start-or-resume {settings}".split()]
+    assert trained == [*prefix, *f"{HELD} summa3d train demo --run runs/cuda_train --start-or-resume {settings}".split()]
     assert parsed(checked).check
 
 
@@ -162,7 +170,7 @@ STATES = "#!/bin/bash\necho ${STATE:?}\n"
 @pytest.mark.parametrize(
     ("script", "status", "state", "requeued"),
     [
-        *((script, 75, "RUNNING", True) for script in ("cpu_train", "cpu_sweep", "cuda_train", "longhorn_train")),
+        *((script, 75, "RUNNING", True) for script in ("cpu_train", "cpu_sweep", "cuda_train")),
         ("cpu_train", 75, "CANCELLED", False),
         ("cpu_train", 1, "RUNNING", False),
     ],
@@ -177,8 +185,48 @@ def test_a_run_that_has_saved_because_it_was_asked_to_goes_back_into_the_queue(
     machine.program("squeue", STATES)
     assert machine.submit(script, STATE=state).returncode == status
     assert [words for words, _ in machine.asked() if words[0] == "scontrol"] == [["scontrol", "requeue", "17"]] * requeued
-    text = (ROOT / "jobs" / f"{script}.sh").read_text()
+    text = WRITTEN[f"{script}.sh"]
     assert "#SBATCH --requeue\n" in text and "#SBATCH --signal=TERM@120\n" in text
+
+
+@pytest.mark.parametrize("script", ["cpu_train", "cuda_train"])
+@pytest.mark.parametrize("step", ["gemm", "train"])
+def test_a_job_whose_ranks_are_asked_to_end_before_they_listen_goes_back_into_the_queue(
+    machine: Machine, script: str, step: str
+) -> None:
+    """A rank that TERM ends while Python starts leaves 143."""
+    ends = f'case " $* " in *" {step} "*) exit 143 ;; esac\n'
+    machine.program("srun", NOTE.format(name="srun").replace("exit ", ends + "exit "))
+    machine.program("scontrol", NOTE.format(name="scontrol"))
+    machine.program("squeue", STATES)
+    assert machine.submit(script, STATE="RUNNING").returncode == 75
+    asked = [words for words, _ in machine.asked()]
+    assert asked[-1] == ["scontrol", "requeue", "17"]
+    assert any("train" in words for words in asked if words[0] == "srun") is (step == "train")
+
+
+def test_a_job_that_is_asked_to_end_while_it_checks_does_not_begin_to_train(machine: Machine) -> None:
+    """TERM meets the script itself too where a whole job is preempted."""
+    note = NOTE.format(name="summa3d").replace("#!/bin/bash\n", '#!/bin/bash\nkill -TERM "$PPID"\n')
+    machine.program("summa3d", note)
+    machine.program("scontrol", NOTE.format(name="scontrol"))
+    machine.program("squeue", STATES)
+    assert machine.submit("cpu_train", STATE="RUNNING").returncode == 75
+    asked = [words for words, _ in machine.asked()]
+    assert asked[-1] == ["scontrol", "requeue", "17"] and not any("train" in words for words in asked)
+
+
+def test_sites_that_cannot_be_used_say_why(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"AMD's MI250X.*NVIDIA"):
+        jobs.site_of("frontier", "cuda")
+    assert jobs.site_of("frontier", "cpu").name == "frontier" and jobs.site_of("perlmutter", "cuda").name == "perlmutter"
+    assert jobs.site_of("selene", "cuda").name == "cuda" and jobs.site_of("host", "cpu").name == "cpu"
+    assert jobs.site("longhorn").kinds == ("scaling",) and "Volta" in WRITTEN["longhorn_scaling.sh"]
+    with pytest.raises(ConfigError, match="cpu, cuda, frontier"):
+        jobs.site("nowhere")
+    (tmp_path / "mine.toml").write_text('about = "Mine."\ndevice = "tpu"\nranks = 1\nmodules = ""\nlike = "cpu"\n')
+    with pytest.raises(ConfigError, match="device cpu or cuda"):
+        jobs.site(str(tmp_path / "mine.toml"))
 
 
 def test_a_run_folder_that_is_named_has_one_folder_for_each_task(machine: Machine) -> None:
@@ -192,13 +240,16 @@ def test_a_job_records_script_commit_nodes_and_settings_but_no_secrets(machine: 
     ended = machine.submit(script, SLURM_JOB_NODELIST="n[1-3]", SET="train.steps=9", **secret)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"output: {folder}/job-17.out\n", "")
     files = {file.suffix: file.read_text() for file in (machine.folder / folder).glob("job-17.*")}
-    assert files[".sh"] == (ROOT / "jobs" / f"{script}.sh").read_text()
+    assert files[".sh"] == WRITTEN[f"{script}.sh"]
     assert {"SLURM_JOB_NODELIST=n[1-3]", "SET=train.steps=9"} <= {*files[".txt"].splitlines()}
     assert re.search(r"^commit=[0-9a-f]{40}(-dirty)?$", files[".txt"], re.MULTILINE)
     assert "hidden-from-all" not in "".join(files.values())
 
 
-@pytest.mark.parametrize(("script", "ranks"), [("cuda_train", 4), ("longhorn_train", 4), ("cpu_train", 8), ("cpu_sweep", 4)])
+@pytest.mark.parametrize(
+    ("script", "ranks"),
+    [("cuda_train", 4), ("perlmutter_train", 4), ("frontier_train", 16), ("cpu_train", 8), ("cpu_sweep", 4)],
+)
 def test_the_grid_of_the_header_s_allocation_is_one_that_train_accepts(machine: Machine, script: str, ranks: int) -> None:
     args = parsed(machine.started(script)[-1])
     config = load(args.config, args.assignments)
@@ -208,7 +259,7 @@ def test_the_grid_of_the_header_s_allocation_is_one_that_train_accepts(machine: 
 
 
 def ranks_of_the_header(script: str) -> int:
-    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", (ROOT / "jobs" / f"{script}.sh").read_text(), re.MULTILINE))
+    header = dict(re.findall(r"^#SBATCH --([\w-]+)=(\d+)$", WRITTEN[f"{script}.sh"], re.MULTILINE))
     return int(header["nodes"]) * int(header.get("gpus-per-node") or header["ntasks-per-node"])
 
 
@@ -263,10 +314,11 @@ def test_modules_can_be_left_out_and_may_not_exist(machine: Machine) -> None:
 
 @pytest.mark.parametrize("script", ["cpu_train", "cuda_scaling"])
 def test_without_venv_a_job_takes_env_and_else_the_environment_that_make_builds(machine: Machine, script: str) -> None:
-    ended = machine.submit(script, VENV="")
     folder = machine.folder
-    said = f"{script}: no .venv/bin/activate in {folder}: set VENV=FOLDER, where summa3d is installed.\n"
+    ended = machine.submit(script, VENV="nowhere")
+    said = f"{script}: no nowhere/bin/activate in {folder}: set VENV=FOLDER, where summa3d is installed.\n"
     assert (ended.returncode, ended.stderr) == (1, said)
+    assert machine.submit(script, VENV="").returncode == 0  # the summa3d on PATH
     for name in (".venv", "env"):
         (folder / name / "bin").mkdir(parents=True)
         (folder / name / "bin/activate").write_text(f'echo "activate {name} | " >>"$LINES"\n')
@@ -319,17 +371,17 @@ COMPARED = re.compile(r"(SUMMA3D_DEVICE|SUMMA3D_TRANSPORT)[^}\s]*\} == ([a-z][a-
 
 
 def test_every_device_and_transport_that_a_script_names_exists() -> None:
-    texts = [script.read_text() for script in SCRIPTS]
+    texts = [*WRITTEN.values()]
     found = [pair for text in texts for form in (SET_OR_SUPPOSED, COMPARED) for pair in form.findall(text)]
     assert {name for _, name in found} >= {"cpu", "cuda", "auto", "cuda-aware"}
     wrong = [(variable, name) for variable, name in found if name not in NAMED[variable]]
     assert wrong == []
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_no_script_sets_a_variable_of_summa3d_that_nobody_reads(script: Path) -> None:
+@pytest.mark.parametrize("script", WRITTEN)
+def test_no_script_sets_a_variable_of_summa3d_that_nobody_reads(script: str) -> None:
     read = {*NAMED, *re.findall(r"SUMMA3D_[A-Z]+", "".join(path.read_text() for path in (ROOT / "summa3d").rglob("*.py")))}
-    assert set(re.findall(r"SUMMA3D_[A-Z]+", script.read_text())) <= read
+    assert set(re.findall(r"SUMMA3D_[A-Z]+", WRITTEN[script])) <= read
 
 
 class Node(Machine):
@@ -366,7 +418,7 @@ class Node(Machine):
             (place / name).write_text(text + "\n")
 
     def bound(self, **environment: str) -> subprocess.CompletedProcess[str]:
-        return self.run(ROOT / "jobs/bind.sh", "summa3d", "doctor", BIND_SYS=f"{self.folder}/sys", **environment)
+        return self.run(FOLDER / "bind.sh", "summa3d", "doctor", BIND_SYS=f"{self.folder}/sys", **environment)
 
 
 @pytest.fixture
@@ -397,7 +449,7 @@ def test_a_rank_that_is_asked_to_end_while_it_is_bound_hears_it_later(node: Node
     node.program("taskset", '#!/bin/bash\nexec "${@:3}"\n')
     heard = "import signal; print(*signal.sigpending())"
     words = ["env", "--block-signal=TERM", sys.executable, "-c", heard]
-    ended = node.run(ROOT / "jobs/bind.sh", *words, BIND_SYS=f"{node.folder}/sys", SLURM_LOCALID="1")
+    ended = node.run(FOLDER / "bind.sh", *words, BIND_SYS=f"{node.folder}/sys", SLURM_LOCALID="1")
     assert (ended.returncode, ended.stdout) == (0, "15\n"), ended.stderr
 
 
@@ -431,5 +483,6 @@ def test_a_rank_that_cannot_be_bound_fails_and_says_why(node: Node, environment:
 def test_the_scripts_pass_shellcheck_where_it_is_installed() -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
-    ended = subprocess.run(["shellcheck", "--severity=warning", *SCRIPTS], capture_output=True, text=True)
-    assert ended.returncode == 0, ended.stdout
+    for text in WRITTEN.values():
+        ended = subprocess.run(["shellcheck", "--severity=warning", "-"], input=text, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout

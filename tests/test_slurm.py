@@ -17,6 +17,7 @@ import local_slurm
 import pytest
 from small_runs import SMALL, write_corpus
 
+from summa3d.jobs.script import site, write_all
 from summa3d.launch.runtime import loaded_runtime
 from summa3d.launch.slurm import STARTING
 
@@ -43,17 +44,23 @@ class Cluster:
     jobs: dict[str, str]
 
     def submit(self, script: str, *options: str, **environment: str) -> str:
-        """Submit a script of jobs/, or a file, from the repository; returns the job's number."""
+        """Submit a script of `summa3d jobs`, or a file; returns the job's number."""
         command = [
             "sbatch",
             "--parsable",
             f"--chdir={self.folder}",
             *SMALLER,
             *options,
-            script if script.endswith(".sh") else f"jobs/{script}.sh",
+            script if script.endswith(".sh") else str(self.written(script)),
         ]
         variables = {**COMMON, "VENV": str(self.folder / "env"), **environment}
         return self.slurm.run(*command, cwd=ROOT, **variables).stdout.strip()
+
+    def written(self, script: str) -> Path:
+        """The script of jobs/ of this name, written into the folder."""
+        file = self.folder / f"{script}.sh"
+        file.write_text(write_all(site(script.split("_")[0]))[file.name])
+        return file
 
     def ends(self, name: str) -> str:
         return self.slurm.wait(self.jobs[name], WAIT)
@@ -192,7 +199,7 @@ def test_a_scaling_job_leaves_results_tables_plots_and_what_it_ran_with(cluster:
         assert [json.loads(line)["ranks"] for line in lines] == [1, 2]
         assert (out / f"{kind}.png").stat().st_size > 0
     assert (out / "report.txt").read_text() in (out / f"job-{job}.out").read_text()
-    assert (out / f"job-{job}.sh").read_text() == (ROOT / "jobs/cpu_scaling.sh").read_text()
+    assert (out / f"job-{job}.sh").read_text() == (cluster.folder / "cpu_scaling.sh").read_text()
     known = dict(line.split("=", 1) for line in (out / f"job-{job}.txt").read_text().splitlines())
     commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
     assert known["commit"].removesuffix("-dirty") == commit
@@ -256,13 +263,13 @@ def test_a_rank_that_is_stopped_or_killed_under_srun_ends_the_step(
 @pytest.mark.wide
 def test_a_sweep_is_arrays_over_its_rank_counts_a_job_for_each_number_of_nodes(cluster: Cluster) -> None:
     path = f"{Path(sys.executable).parent}:{cluster.slurm.environment['PATH']}"
-    environment = {"PATH": path, "OMP_NUM_THREADS": "1", **COMMON, **TYPE}
+    environment = {"PATH": path, "MODULES": "", **COMMON, **TYPE}
     settings = ["ranks=1,2,4", "ranks_per_node=2", "rounds=2", "m=64", "n=64", "k=64"]
     words = ["summa3d", "sweep", "submit", "product-strong", "--dir", "swept", *(f"--set={one}" for one in settings)]
     lines = cluster.slurm.run(*words, cwd=cluster.folder, **environment).stdout.splitlines()
     assert lines == ["sbatch swept/job-1.sh", "sbatch swept/job-2.sh"]
     for line, tasks in zip(lines, (2, 1), strict=True):
-        command = ["sbatch", "--parsable", *line.split()[1:]]
+        command = ["sbatch", "--parsable", "--cpus-per-task=1", *line.split()[1:]]
         job = cluster.slurm.run(*command, cwd=cluster.folder, **environment).stdout.strip()
         for task in range(tasks):
             assert cluster.slurm.wait(f"{job}_{task}", WAIT) == "COMPLETED"

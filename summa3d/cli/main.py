@@ -49,12 +49,13 @@ COMMANDS = {
     "checkpoint": "Show what a checkpoint holds; verify it; import and export Transformers folders.",
     "bench": "Benchmark products and transformer blocks: algorithms and schemes side by side, strong and weak scaling.",
     "sweep": "Measure products, blocks or training steps on many rank counts and grids, as a file describes; resume; collect.",
+    "jobs": "Write Slurm scripts that need no other file: training, sweeps, scaling, for a site.",
     "report": "Show tables and plots of the results of bench.",
     "plot": "Plot the losses of runs of train.",
     "plan": "Find the fastest grid for a model on a cluster; measured steps beside predictions; schedules, drawn; formulas.",
     "doctor": "Report what this installation uses, and warn of what may fail or be slow.",
 }
-WITHOUT_MPI = ("launch", "config", "report", "plot", "plan", "doctor")
+WITHOUT_MPI = ("launch", "config", "jobs", "report", "plot", "plan", "doctor")
 HELP = json.loads(Path(__file__).with_name("help.json").read_text(encoding="utf-8"))
 """What help shows: examples of each command, and what environment variables do."""
 EXAMPLES: dict[str, list[str]] = HELP["examples"]

@@ -76,6 +76,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="T",
         help="Run points again whose error is older, in seconds since 1970.",
     )
+    made["submit"].add_argument(
+        "--site", default="cpu", metavar="NAME|FILE", help="Write jobs for this site of `summa3d jobs`. The default is cpu."
+    )
     made["plan"].add_argument("--json", action="store_true", help="Print a JSON line for each point in place of the table.")
     collect = made["collect"]
     collect.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="Write the lines to this file.")
@@ -96,6 +99,7 @@ def run(args: argparse.Namespace) -> int:
     import mpi4py
 
     mpi4py.rc.initialize = False  # the names of MPI are enough
+    from ..jobs.script import site
     from ..sweep.file import load
     from ..sweep.lines import known_in
     from ..sweep.run import Runner, plan_table, planned, status_table, write_jobs
@@ -105,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     directory = args.dir or FOLDER / sweep.name
     if args.act == "submit":
         command = ["summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args)]
-        print("\n".join(write_jobs(sweep, command, directory)))
+        print("\n".join(write_jobs(sweep, command, directory, site(args.site))))
         return 0
     points, refused = planned(sweep, Pulse(f"sweep {args.act}").of("checking point"))
     known = known_in(directory, _say)

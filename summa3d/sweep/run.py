@@ -11,6 +11,7 @@ from pathlib import Path
 from ..columns import aligned, counted
 from ..errors import DataError, LaunchError, Summa3dError
 from ..files import from_json, replace_text
+from ..jobs.script import JobSite, compose, header
 from ..train.lease import Lease
 from . import predict
 from .file import Sweep
@@ -19,17 +20,13 @@ from .points import Point, Refusal, expand
 
 Start = Callable[[int, Sequence[str]], int]
 """(ranks, further options of `summa3d sweep run`) → the exit status of a start of so many ranks."""
-JOB = """#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node={per_node}
-#SBATCH --time={limit}
-#SBATCH --array=0-{last}
-# Written by `summa3d sweep submit`. Task i measures the sweep on rank count i of {counts}.
-set -euo pipefail
-export SUMMA3D_MPIEXEC=${{SUMMA3D_MPIEXEC:-srun --kill-on-bad-exit=1}}
+JOB = """# Written by `summa3d sweep submit`. Task i measures the sweep on rank count i of {counts}.
+# Submitted again, it measures what is missing.
+export SUMMA3D_MPIEXEC=${{SUMMA3D_MPIEXEC:-srun ${{SRUN_OPTIONS:-}} --kill-on-bad-exit=1 {bound}}}
 {command} --ranks {counts} --array
 """
+BOUND = {"cpu": "--cpus-per-task=$THREADS --cpu-bind=cores", "cuda": "--cpu-bind=none --gpu-bind=none"}
+"""How srun binds ranks, by their device."""
 
 
 def planned(sweep: Sweep, tell: Callable[[int, int], None] = lambda done, total: None) -> tuple[list[Point], list[Refusal]]:
@@ -164,7 +161,7 @@ def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Swee
     return lines
 
 
-def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path) -> list[str]:
+def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path, at: JobSite) -> list[str]:
     """Write a job script for each number of nodes, an array over its rank counts; returns the lines that submit them.
 
     Raises DataError where the folder cannot be written.
@@ -179,15 +176,9 @@ def write_jobs(sweep: Sweep, command: Sequence[str], directory: Path) -> list[st
     lines = []
     for nodes, counts in of_nodes.items():
         file = directory / f"job-{nodes}.sh"
-        text = JOB.format(
-            name=shlex.quote(f"{sweep.name}-{nodes}"),
-            nodes=nodes,
-            per_node=min(sweep.ranks_per_node, max(counts)),
-            limit=shlex.quote(sweep.limit),
-            last=len(counts) - 1,
-            counts=",".join(map(str, counts)),
-            command=shlex.join(command),
-        )
-        replace_text(file, text)
+        options = {"time": shlex.quote(sweep.limit), "array": f"0-{len(counts) - 1}", "requeue": ""}
+        head = header(at, shlex.quote(f"{sweep.name}-{nodes}"), nodes, min(sweep.ranks_per_node, max(counts)), options)
+        body = JOB.format(counts=",".join(map(str, counts)), command=shlex.join(command), bound=BOUND[at.device])
+        replace_text(file, compose(at, head, body))
         lines.append(f"sbatch {shlex.quote(str(file))}")
     return lines

@@ -377,7 +377,8 @@ def test_a_written_plan_has_the_bytes_of_its_dry_run(
     written = json.loads((folder / "plan.json").read_text())
     assert written["plan"] == first["plan"] and written["dry_run"]["bytes"] == dry["bytes"]
     job = (folder / "job.sh").read_text()
-    assert f"planned={folder}/plan.toml\nCONFIG=${{CONFIG:-$planned}}" in job and 'source "$jobs/clusters/cuda.sh"' in job
+    assert f"written={folder}/plan.toml\nCONFIG=${{CONFIG:-$written}}" in job and "SLURM_SUBMIT_DIR/jobs" not in job
+    assert "#SBATCH --signal=TERM@120" in job and "#SBATCH --requeue" in job and "SLURM_GPUS_ON_NODE" in job
     assert subprocess.run(["bash", "-n", str(folder / "job.sh")], check=False).returncode == 0
 
 

@@ -289,7 +289,7 @@ def test_a_request_that_was_there_before_python_is_heard_and_the_status_says_go_
     assert f"rank 0 got {signal.Signals(number).name}: nothing to save of 100000" in " ".join(ended.stderr.split())
 
 
-SHOWN = 'start() { shift; "$@"; }; source jobs/steps.sh; start() { shift; "$@"; }; GRID=x=1 RANKS=1 train'
+SHOWN = 'start() { shift; "$@"; }; source summa3d/jobs/steps.sh; start() { shift; "$@"; }; GRID=x=1 RANKS=1 train'
 
 
 RANK = """#!{}

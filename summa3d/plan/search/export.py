@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from ...cluster import Cluster
 from ...errors import DataError
 from ...files import replace_text
+from ...jobs import script
 from ...train import toml
 from ...train.config import Config, from_table, to_table, write
 from .plans import Plan
@@ -27,24 +27,11 @@ def configured(plan: Plan, base: Config) -> Config:
     return from_table(table)
 
 
-JOB = """#!/bin/bash
-#SBATCH --job-name={name}
-#SBATCH --nodes={nodes}
-{tasks}
-#SBATCH --exclusive
-#SBATCH --time={time}
-# {plan}
-# Written by `summa3d plan --write`; predicted: {seconds:.4g} s a step on {cluster}. Submit it from the repository: sbatch FILE
-set -euo pipefail
-jobs=${{SLURM_SUBMIT_DIR:?"submit it with sbatch, from the repository"}}/jobs # Slurm runs a copy of this file from another folder
-source "$jobs/steps.sh"
-source "$jobs/clusters/{site}.sh"
-
-planned={config}
-CONFIG=${{CONFIG:-$planned}}
-SCHEME={scheme}
-GRID={grid}
-record "$RUN"
+JOB = """# {plan}
+# Written by `summa3d plan --write`; predicted: {seconds:.4g} s a step on {cluster}. Submit it from any folder:
+#   sbatch -A ACCOUNT -p PARTITION job.sh
+# Before its time limit the job saves and goes back into the queue.
+{settings}record "$RUN"
 check
 train
 """
@@ -56,7 +43,8 @@ STARTUP = 600
 def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Cluster, found: Mapping[str, Any]) -> dict[str, Any]:
     """Write plan.toml, job.sh and plan.json into a folder; returns what a dry run of plan.toml says of its bytes.
 
-    found : the plan as in the search's JSON. Raises DataError where the folder cannot be written.
+    found : the plan as in the search's JSON. Raises DataError where the folder cannot be written, and ConfigError for
+    a cluster whose devices are not NVIDIA's.
     """
     from ...train.dry_run import predict
 
@@ -76,19 +64,14 @@ def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Clus
 def _job(folder: Path, plan: Plan, seconds: float, config: Config, cluster: Cluster) -> str:
     ranks = plan.inner.ranks * plan.dp * plan.pp
     node = min(cluster.node or ranks, ranks)
-    on_device = plan.inner.device == "cuda"
     minutes = -(-int(STARTUP + SPARE * seconds * config.train.steps) // 60)
-    tasks = f"#SBATCH --gpus-per-node={node}" if on_device else f"#SBATCH --ntasks-per-node={node}\n#SBATCH --cpus-per-task=1"
-    return JOB.format(
-        name=f"plan-{ranks}",
-        nodes=-(-ranks // node),
-        tasks=tasks,
-        time=f"{minutes // 60:02}:{minutes % 60:02}:00",
-        plan=plan,
-        seconds=seconds,
-        cluster=cluster.name,
-        site="cuda" if on_device else "cpu",
-        config=shlex.quote(str((folder / "plan.toml").resolve())),
-        scheme=shlex.quote(plan.inner.scheme),
-        grid=shlex.quote(",".join(f"{axis}={size}" for axis, size in config.grid.axes.items())),
+    limit = f"{minutes // 60:02}:{minutes % 60:02}:00"
+    of = script.site_of(cluster.name, plan.inner.device)
+    head = script.header(of, f"plan-{ranks}", -(-ranks // node), node, {**script.KINDS["train"], "time": limit})
+    settings = script.assigned(
+        CONFIG=(folder / "plan.toml").resolve(),
+        SCHEME=plan.inner.scheme,
+        GRID=",".join(f"{axis}={size}" for axis, size in config.grid.axes.items()),
     )
+    told = {"plan": plan, "seconds": seconds, "cluster": cluster.name, "settings": settings}
+    return script.compose(of, head, JOB.format(**told))

@@ -1,5 +1,5 @@
-# The steps of a job: record what runs, check the machine, train or continue a run, measure scaling. The job scripts source
-# this file, and then one of clusters/, which defines RANKS and `start RANKS COMMAND…`. Variables in capitals may be set in the
+# The steps of a job: record what runs, check the machine, train or continue a run, measure scaling. Below them are the site's
+# settings, which define RANKS and `start RANKS COMMAND…`, and then what this job does. Variables in capitals may be set in the
 # environment of sbatch.
 # shellcheck shell=bash
 
@@ -7,20 +7,28 @@
 RUN=${RUN:-runs/$SLURM_JOB_NAME}${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID}
 OUT=${OUT:-runs/scaling-$SLURM_JOB_ID} # of strong and weak scaling
 
+# Asked to end (TERM), this script goes on until its ranks have saved; what is not started yet is not started any more.
+asked=
+trap 'asked=yes && echo "the job is asked to end"' TERM
+
 stop() {
     echo "$SLURM_JOB_NAME: $*" >&2
     exit 1
 }
 
-# activate_venv: the environment VENV; where VENV is not set, env or .venv, the one that `make` builds.
+# activate_venv: the environment VENV; where it is not set, env or .venv of this folder, or the summa3d that is on PATH.
 activate_venv() {
-    if [[ ! ${VENV:-} ]]; then
-        VENV=env
-        [[ -e env/bin/activate ]] || VENV=.venv
-    fi
-    [[ -e $VENV/bin/activate ]] || stop "no $VENV/bin/activate in $PWD: set VENV=FOLDER, where summa3d is installed."
-    # shellcheck disable=SC1091
-    source "$VENV/bin/activate"
+    local place
+    for place in ${VENV:+"$VENV"} env .venv; do
+        if [[ -e $place/bin/activate ]]; then
+            VENV=$place
+            # shellcheck disable=SC1091
+            source "$VENV/bin/activate"
+            return
+        fi
+        [[ $place != "${VENV:-}" ]] || stop "no $VENV/bin/activate in $PWD: set VENV=FOLDER, where summa3d is installed."
+    done
+    command -v summa3d >/dev/null || stop "no summa3d on PATH, and no .venv/bin/activate in $PWD: set VENV=FOLDER, where it is."
 }
 
 # load_modules NAME…: nothing to do without a name. Where the machine has no `module` at all, the job says so and goes on.
@@ -46,9 +54,15 @@ record() {
     echo "output: $file.out"
     exec >>"$file.out" 2>&1
     cp "$0" "$file.sh"
+    if declare -F write_bind >/dev/null; then
+        BIND=$file.bind
+        write_bind >"$BIND"
+        chmod +x "$BIND"
+    fi
     {
         echo "time=$(date +%Y-%m-%dT%H:%M:%S%z)"
-        echo "commit=$(git -C "$SLURM_SUBMIT_DIR" describe --always --abbrev=40 --exclude '*' --dirty || echo unknown)"
+        name=$(git -C "$SLURM_SUBMIT_DIR" describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null) || name=unknown
+        echo "commit=$name"
         for name in $(compgen -v | grep -xE "$RECORDED"); do
             printf '%s=%s\n' "$name" "${!name}"
         done
@@ -56,13 +70,20 @@ record() {
 }
 
 # Compares a small product on all ranks with a serial product, which tests launcher, MPI, BLAS and, with SUMMA3D_DEVICE=cuda,
-# GPUs and transport.
+# GPUs and transport. A job that is asked to end meanwhile goes back into the queue: ranks that TERM ended have the status 143.
 check() {
+    local found status=0
     summa3d doctor
     if [[ ${SUMMA3D_DEVICE:-cpu} == cuda ]]; then
         BIND_SHOW=yes start "$RANKS" true
     fi
-    start "$RANKS" summa3d gemm --m 1009 --n 997 --k 1013 --dtype float64 --check --json | accept
+    found=$(start "$RANKS" summa3d gemm --m 1009 --n 997 --k 1013 --dtype float64 --check --json) || status=$?
+    if ((status == 143)) || [[ $asked ]]; then
+        requeue
+        exit 75
+    fi
+    accept <<<"$found"
+    return "$status"
 }
 
 # What the Pythons of these steps begin with: they import nothing from the folder of the job.
@@ -98,12 +119,12 @@ train() {
     for part in "${more[@]}"; do
         settings+=(--set "$part")
     done
-    trap 'echo "the job is asked to end"' TERM # which would end this script before its ranks have saved
     # TERM waits for the ranks until they have imported, and hear it; with an env before coreutils 8.31 it passes without effect
     local held=(env --block-signal=TERM)
     "${held[@]}" true 2>/dev/null || held=(sh -c 'trap "" TERM && exec "$@"' sh)
     start "$RANKS" "${held[@]}" summa3d train "${CONFIG:-demo}" --run "$RUN" --start-or-resume \
         --set "scheme=${SCHEME:-cuboid}" "${settings[@]}" --set "train.checkpoint_every=${CHECKPOINT_EVERY:-100}" || status=$?
+    if ((status == 143)); then status=75; fi # TERM ended a rank before it listened; the newest checkpoint is what there is
     if ((status == 75)); then
         requeue
     fi
