@@ -103,6 +103,7 @@ def test_a_back_edge_is_found_wherever_it_hides(tmp_path: Path, line: str) -> No
 
 
 BOTH_WAYS = {
+    "cli/bench": "a command as those beside it: it takes options of gemm, and sweep takes its own",
     "gemm/elements": "matrices have its functions as methods; both read the block, layout and grid that products read too",
     "nn/models": "the choice of a grid builds a model to measure it; models are made of a model's sizes",
     "nn/schemes": "parameters are made on a scheme, and schemes read the model's sizes, which users write beside both",

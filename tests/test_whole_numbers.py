@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from summa3d.cli.bench import parse_entry
-from summa3d.cli.block import _is_meant
+from summa3d.cli.bench.block import _is_meant
 from summa3d.errors import Summa3dError
 from summa3d.launch.emulate import network_of
 from summa3d.layout.notation import read

@@ -20,7 +20,7 @@ from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..files import replace_text, whole
 from ..interpreter import module
-from .block import QUIET_PROFILER
+from .bench.block import QUIET_PROFILER
 from .report import add_outputs, show
 from .traces import rank_counts
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..columns import counted
-from ..comm.device.arrays import DEVICES
-from ..errors import ConfigError
-from ..files import grid_of
-from .traces import JSON, check_positive, ranges_for
+from ...columns import counted
+from ...comm.device.arrays import DEVICES
+from ...errors import ConfigError
+from ...files import grid_of
+from ..traces import JSON, check_positive, ranges_for
 
 ALL = "all"
 SCHEME = (
@@ -85,10 +85,10 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     os.environ.setdefault(*QUIET_PROFILER)
     from mpi4py import MPI
 
-    from ..bench.blocks import Case, run_benchmark
-    from ..bench.predicted import compared, of_block
-    from ..cluster import load
-    from ..train.device import open_device
+    from ...bench.blocks import Case, run_benchmark
+    from ...bench.predicted import compared, of_block
+    from ...cluster import load
+    from ...train.device import open_device
 
     check_positive(args, "blocks", "batch", "rounds", "factor")
     args.device = open_device(args.device, MPI.COMM_WORLD).type
@@ -102,7 +102,7 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _config(args: argparse.Namespace, **sizes: int | None) -> Any:
-    from ..nn.config import ModelConfig
+    from ...nn.config import ModelConfig
 
     given = {"hidden": args.hidden, "heads": args.heads, "ffn": args.ffn, "sequence": args.sequence, **sizes}
     kind = {"family": args.family, "kv_heads": args.kv_heads, "layers": args.blocks, "dropout": args.dropout}
@@ -110,7 +110,7 @@ def _config(args: argparse.Namespace, **sizes: int | None) -> Any:
 
 
 def _paper_case(args: argparse.Namespace) -> tuple[Any, dict[str, Any]]:
-    from ..bench.blocks import Case
+    from ...bench.blocks import Case
 
     shape, factor = PAPER_SHAPES[args.paper_shape], args.factor
     for what, size in (("sequence", PAPER_SEQUENCE), ("hidden", shape.hidden)):
@@ -133,8 +133,8 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
     """The entries of --scheme, in order. Raises ConfigError for an unknown scheme, and for one without a grid that fits."""
     from mpi4py import MPI
 
-    from ..bench.blocks import BlockEntry, gathers, grids_for
-    from ..nn.schemes.scheme import SCHEMES
+    from ...bench.blocks import BlockEntry, gathers, grids_for
+    from ...nn.schemes.scheme import SCHEMES
 
     ranks = MPI.COMM_WORLD.size
     for text in names:
@@ -149,8 +149,8 @@ def _entries(names: list[str], regathers: tuple[bool, ...], case: Any) -> Iterat
 
 def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
     """The grids of ``NAME``, ``NAME:2,2,2`` or ``NAME:x=2,y=4``. Raises ConfigError where none can run the block."""
-    from ..bench.blocks import grids_for
-    from ..comm.topology import describe
+    from ...bench.blocks import grids_for
+    from ...comm.topology import describe
 
     name, _, grid = text.partition(":")
     fitting = grids_for(name, ranks, case)

@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..comm.device.arrays import DEVICES
-from ..dtypes import DTYPES, HALVES
-from ..errors import ConfigError, DataError
-from ..files import grid_of, replace_text
-from ..launch.runtime import usable_cores
+from ...comm.device.arrays import DEVICES
+from ...dtypes import DTYPES, HALVES
+from ...errors import ConfigError, DataError
+from ...files import grid_of, replace_text
+from ...launch.runtime import usable_cores
+from ..gemm import add_cluster_argument, machine_of
+from ..traces import JSON, add_trace_arguments, check_positive, check_trace_arguments, ranges_for, rank_counts
 from .block import add_block_arguments, block_result
-from .gemm import add_cluster_argument, machine_of
-from .traces import JSON, add_trace_arguments, check_positive, check_trace_arguments, ranges_for, rank_counts
 
 INEXACT = tuple(name for name in DTYPES if not name.startswith("int"))
 SWITCHES = ("lookahead", "sequence")  # options of algorithms that are on (1) or off (0)
@@ -104,9 +104,9 @@ def run(args: argparse.Namespace) -> int:
     """Run the benchmark, print its table or JSON on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
-    from ..bench.machine import machine
-    from ..bench.tables import table
-    from ..comm.profile.trace import check_file
+    from ...bench.machine import machine
+    from ...bench.tables import table
+    from ...comm.profile.trace import check_file
 
     world, file = MPI.COMM_WORLD, None if args.json in (None, "-") else Path(args.json)
     if file is not None:
@@ -137,11 +137,11 @@ def calibrated(args: argparse.Namespace, file: Path | None) -> int:
     """Measure this machine, print the numbers that explain the times, and write its description; returns the exit status."""
     from mpi4py import MPI
 
-    from ..bench.calibrate import Calibration
-    from ..bench.fitted import WORST, as_result, as_table, described, fit
-    from ..bench.machine import machine
-    from ..cluster import here_file, read_text
-    from ..comm.device.select import requested_device, take_device
+    from ...bench.calibrate import Calibration
+    from ...bench.fitted import WORST, as_result, as_table, described, fit
+    from ...bench.machine import machine
+    from ...cluster import here_file, read_text
+    from ...comm.device.select import requested_device, take_device
 
     world, device = MPI.COMM_WORLD, requested_device(args.device)
     if device == "cuda":
@@ -168,9 +168,9 @@ def calibrated(args: argparse.Namespace, file: Path | None) -> int:
 def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     from mpi4py import MPI
 
-    from ..bench.predicted import compared, of_product
-    from ..bench.products import run_benchmark
-    from ..comm.device.select import requested_device, take_device
+    from ...bench.predicted import compared, of_product
+    from ...bench.products import run_benchmark
+    from ...comm.device.select import requested_device, take_device
 
     check_positive(args, "m", "n", "k", "rounds")
     args.device = requested_device(args.device)
@@ -197,7 +197,7 @@ def check_numpy(device: str, dtype: str, threads: int) -> None:
 
 def gemm_entries(args: argparse.Namespace, ranks: int) -> Iterator[Any]:
     """The entries of --entry, then those of --every-grid or --algorithm; without any, the library's choice."""
-    from ..bench.products import Problem, ProductEntry
+    from ...bench.products import Problem, ProductEntry
 
     problem = Problem(args.m, args.n, args.k, args.form, args.dtype, args.device)
     for text in args.entry:
@@ -222,8 +222,8 @@ def _of_algorithms(args: argparse.Namespace, counts: list[int]) -> Iterator[Any]
 
     Algorithms that cannot use a rank count are left out where several are named.
     """
-    from ..sweep.file import Sweep
-    from ..sweep.points import ALL, CHOSEN, entry_of, expand
+    from ...sweep.file import Sweep
+    from ...sweep.points import ALL, CHOSEN, entry_of, expand
 
     names = [CHOSEN] if not args.algorithm else [ALL] if ALL in args.algorithm else args.algorithm
     base = {name: getattr(args, name) for name in ("m", "n", "k", "form", "dtype", "device")}
@@ -241,8 +241,8 @@ MAKERS = {"gemm": gemm_entries, "strong": scaling_entries, "weak": scaling_entri
 
 def every_grid(problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
     """The library's choice, then every other algorithm and grid of exactly `ranks` ranks that replicates no operand."""
-    from ..bench.products import ProductEntry, own_choice
-    from ..gemm.algorithms.registry import ALGORITHMS
+    from ...bench.products import ProductEntry, own_choice
+    from ...gemm.algorithms.registry import ALGORITHMS
 
     chosen = own_choice(problem, ranks, machine)
     yield chosen
@@ -260,8 +260,8 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
     Axes that are left out have size 1. Without any axis, the grid of `ranks` ranks with the fewest words is taken. Raises
     ConfigError for an unknown algorithm, axis or option.
     """
-    from ..bench.products import fewest_words
-    from ..gemm.algorithms.registry import algorithm
+    from ...bench.products import fewest_words
+    from ...gemm.algorithms.registry import algorithm
 
     name, _, rest = text.partition(":")
     found = algorithm(name)
