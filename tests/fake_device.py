@@ -290,6 +290,9 @@ class FakeArray:
             return asarray(self, "C").reshape(*shape)
         return self._on(self._view.reshape(*shape))
 
+    def view(self, dtype: Any) -> FakeArray:
+        return self._on(self._view.view(dtype))
+
     def astype(self, dtype: Any) -> FakeArray:
         return copyto(self._device.empty(self.shape, dtype), self)
 

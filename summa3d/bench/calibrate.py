@@ -6,16 +6,17 @@ import importlib.util
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from math import ceil, log2
+from functools import cached_property, partial
+from itertools import cycle
+from math import ceil, log2, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..comm.axis import Axis
-from ..comm.device.arrays import Array, copy_into, is_torch, library_of, numpy_dtype
+from ..comm.device.arrays import Array, copy_into, library_of, numpy_dtype
 from ..comm.device.select import placed, settle
 from ..comm.grid import Grid
 from ..comm.nodes import Nodes
@@ -43,6 +44,14 @@ SPAN, ROUNDS = 0.03, 3
 """Seconds that repetitions of one measurement take, and how often they are measured: the quickest counts."""
 LONGEST = 0.6
 """Seconds that a product may take; larger ones are left out."""
+MOST = 2000
+"""Repetitions at most."""
+TOUCHED = 64 << 20
+"""Bytes that repetitions of arithmetic read before they read the same again: what a step computes with has left the caches."""
+KEYS_AND_SIZES = ((64, 32), (64, 64), (256, 32), (256, 64), (1024, 64))
+"""Keys and head sizes of fused attention, which computes with sizes rounded up to multiples of 32 (`plan.price.LANES`)."""
+HEADS, TOKENS = 8, 2048
+"""Heads of attention, and the tokens of all sequences."""
 MEMORY_SHARE = 12
 """The part of a node's memory that the arrays of all its ranks may fill."""
 
@@ -78,6 +87,7 @@ class Calibration:
         self.world, self.device, self.ranks, self.nodes = world, device, nodes.ranks[0], len(nodes.ranks)
         threads = world.bcast(threads_of_rank())
         self.slots = 0 if device == "cuda" else max(1, min(nodes.cores) // threads)
+        self.has_torch = device == "cpu" and importlib.util.find_spec("torch") is not None
         self.one_thread = device == "cpu" and threads == 1
         self.grid = Grid(world, {"x": self.ranks, "y": self.nodes}, order=("x", "y"))
         self.clock, self.grids = Clock(self.grid), [self.grid]
@@ -91,7 +101,10 @@ class Calibration:
 
     def run(self) -> Measured:
         """All measurements, in rounds, so that a while of other work spoils none of them; collective, equal on all ranks."""
-        trials = [*self.products(), *self.elements(), *self.layers(), *self.moves(), *self.messages()]
+        trials = [*self.products(), *self.elements()]
+        if self.has_torch:
+            trials += [*self.attention(), *self.layers()]
+        trials += [*self.moves(), *self.messages()]
         for _ in range(ROUNDS):
             for trial in trials:
                 seconds, wall = self.repeated(trial.act, trial.times, trial.worked)
@@ -133,12 +146,35 @@ class Calibration:
         worked = self.one_thread if worked is None else worked
         self.repeated(act, 1, worked)
         best, wall = self.repeated(act, 1, worked)
-        times = int(min(2000, max(1, SPAN / max(best, 1e-7))))
+        times = int(min(MOST, max(1, SPAN / max(best, 1e-7))))
         return Trial(sample, act, best, wall, times, divided or (1.0 if worked else self.crowding), worked)
 
     def array(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         """An array of ones where the ranks compute."""
         return placed(np.ones(shape, numpy_dtype(dtype)), self.device)
+
+    @cached_property
+    def pools(self) -> tuple[Array, Array]:
+        """What arithmetic reads, ones, and what it writes."""
+        size = min(TOUCHED, self.largest) // 4
+        return self.array((size,)), self.array((size,))
+
+    def operands(
+        self, read: Sequence[tuple[int, ...]], written: tuple[int, ...], dtype: str = "float32", tensors: bool = False
+    ) -> Iterator[list[Array]]:
+        """Arrays of these shapes to read, and one to write, or torch's tensors; each time others, until `pools` are used up."""
+        inputs, outputs = (pool.view(numpy_dtype(dtype)) for pool in self.pools)
+        sizes, size = [prod(shape) for shape in read], prod(written)
+        many = min(MOST, inputs.shape[0] // sum(sizes), outputs.shape[0] // size)
+        if many < 2:
+            found = [[self.array(shape, dtype) for shape in (*read, written)]]
+        else:
+            found = [[*parts(inputs[at * sum(sizes) :], read), *parts(outputs[at * size :], [written])] for at in range(many)]
+        if tensors:
+            import torch
+
+            found = [[torch.from_numpy(array) for array in arrays] for arrays in found]
+        return cycle(found)
 
     # -- one rank's arithmetic -----------------------------------------------------------------------------------------------
 
@@ -159,9 +195,10 @@ class Calibration:
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Trial:
         """One local product."""
-        a, b, out = (self.array(shape, dtype) for shape in ((m, k), (k, n), (m, n)))
+        operands = self.operands([(m, k), (k, n)], (m, n), dtype)
 
         def act() -> Array:
+            a, b, out = next(operands)
             accumulate(a, b, "nn", out)
             return out
 
@@ -183,36 +220,33 @@ class Calibration:
         for nbytes in (8, *ARRAYS):
             if nbytes > self.largest:
                 return
-            a, b, out = (self.elementwise(nbytes) for _ in range(3))
-            library = library_of(a)
+            shape = (nbytes // 4,)
+            sets = self.operands([shape, shape], shape, tensors=self.has_torch)
+            yield self.trial(MeasuredTime("elements", f"copy of {nbytes:,} bytes", bytes=2 * nbytes), partial(copy, sets))
+            yield self.trial(MeasuredTime("elements", f"addition of {nbytes:,} bytes", bytes=3 * nbytes), partial(add, sets))
+            if self.has_torch and nbytes > 8:
+                sample = MeasuredTime("elements", f"GELU of {nbytes:,} bytes", bytes=2 * nbytes, functions=nbytes // 4)
+                yield self.trial(sample, partial(gelu, sets))
 
-            def copy(a: Array = a, out: Array = out) -> Array:
-                return copy_into(out, a)
+    def attention(self) -> Iterator[Trial]:
+        """Fused causal attention and its backward."""
+        import torch
 
-            def add(a: Array = a, b: Array = b, out: Array = out, library: Any = library) -> Array:
-                library.add(a, b, out=out)
-                return out
+        from ..dry.trace import ATTENTION
 
-            yield self.trial(MeasuredTime("elements", f"copy of {nbytes:,} bytes", bytes=2 * nbytes), copy)
-            yield self.trial(MeasuredTime("elements", f"addition of {nbytes:,} bytes", bytes=3 * nbytes), add)
-            if self.device == "cpu" and is_torch(a) and nbytes > 8:
-                many = nbytes // 4
-                sample = MeasuredTime("elements", f"GELU of {nbytes:,} bytes", bytes=2 * nbytes, functions=many)
-                yield self.trial(sample, partial(gelu, a, out))
-
-    def elementwise(self, nbytes: int) -> Array:
-        """An array for element-wise work."""
-        array = self.array((nbytes // 4,))
-        if self.device == "cpu" and importlib.util.find_spec("torch") is not None:
-            import torch
-
-            return torch.from_numpy(array)
-        return array
+        forward, backward = (getattr(torch.ops.aten, name) for name in ATTENTION)
+        for keys, size in KEYS_AND_SIZES:
+            whole = torch.ones(TOKENS // keys, keys, HEADS, 4 * size).transpose(1, 2)
+            q, k, v, gradient = whole.split(size, dim=-1)  # beside each other, as a fused product leaves them
+            out, sums = forward(q, k, v, 0.0, True)[:2]
+            acts = partial(forward, q, k, v, 0.0, True), partial(backward, gradient, q, k, v, out, sums, 0.0, True)
+            for way, act, products in zip(("forward", "backward"), acts, ATTENTION.values(), strict=True):
+                many = TOKENS // keys * HEADS * products
+                sample = MeasuredTime("attention", way, dtype="float32", m=keys, n=keys, k=size, products=many)
+                yield self.trial(sample, partial(first_of, act))
 
     def layers(self) -> Iterator[Trial]:
         """A transformer block that has next to nothing to compute, on a grid of this rank alone: what its Python takes."""
-        if self.device != "cpu" or importlib.util.find_spec("torch") is None:
-            return
         from mpi4py import MPI
 
         from ..nn.config import ModelConfig
@@ -293,10 +327,36 @@ class Calibration:
                 yield self.trial(MeasuredTime("move", what, bytes=nbytes, level=level, hops=1, message=True), act, 2.0, False)
 
 
-def gelu(a: Any, out: Any) -> Any:
-    """GELU of a tensor, approximated by tanh, as in GPT-2."""
+def parts(pool: Array, shapes: Sequence[tuple[int, ...]]) -> Iterator[Array]:
+    """Arrays of these shapes, one behind the other, at the beginning of `pool`."""
+    for shape in shapes:
+        yield pool[: prod(shape)].reshape(shape)
+        pool = pool[prod(shape) :]
+
+
+def first_of(act: Callable[[], Sequence[Array]]) -> Array:
+    """The first result of an act that has several."""
+    return act()[0]
+
+
+def copy(sets: Iterator[list[Array]]) -> Array:
+    """A copy of the next of `sets`."""
+    a, _, out = next(sets)
+    return copy_into(out, a)
+
+
+def add(sets: Iterator[list[Array]]) -> Array:
+    """A sum of the next two of `sets`."""
+    a, b, out = next(sets)
+    library_of(a).add(a, b, out=out)
+    return out
+
+
+def gelu(sets: Iterator[list[Array]]) -> Array:
+    """GELU of the next of `sets`, approximated by tanh, as in GPT-2."""
     import torch
 
+    a, _, out = next(sets)
     return torch.ops.aten.gelu.out(a, approximate="tanh", out=out)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from itertools import combinations
@@ -30,11 +30,11 @@ REWEIGHTED, NEAR = 20, 0.02
 
 
 class MeasuredTime(NamedTuple):
-    """A measured time. kind : product | elements | layers | move. name : of what. seconds : as if every rank had its own core.
+    """A measured time. kind : product | elements | attention | layers | move. name : of what.
 
-    dtype, m, n, k : of a product. bytes : read and written, or those that a rank receives, times the groups that share a port.
-    level, hops : of a move; message : from one rank to another. functions : elements of a function. products, kernels : in
-    layers. wall : seconds that passed, on all ranks.
+    seconds : as if every rank had its own core. dtype, m, n, k : of a product. bytes : read and written, or those that a rank
+    receives, times the groups that share a port. level, hops : of a move; message : from one rank to another. functions :
+    elements of a function. products, kernels : in layers; of attention's heads. wall : seconds that passed, on all ranks.
     """
 
     kind: str
@@ -115,6 +115,9 @@ def fit(samples: Sequence[MeasuredTime]) -> Fit:
     bandwidth = max(1 / byte, quickest)
     numbers |= {"device.memory_bandwidth": bandwidth, "elements.efficiency": 1 / byte / bandwidth, "elements.launch": launch}
     numbers["elements.function"] = function
+    attention = [one for one in samples if one.kind == "attention"]
+    if attention:
+        numbers |= _attention(attention, numbers["peak.float32"], residuals)
     for one in (one for one in samples if one.kind == "layers"):
         rest = one.seconds - one.products * numbers["product.launch"] - one.kernels * launch
         numbers["layers.launch"] = max(0.0, rest / (one.products + one.kernels))
@@ -152,6 +155,21 @@ def _products(samples: Sequence[MeasuredTime]) -> tuple[dict[str, float], list[t
         "product.launch": launch,
     }
     return numbers, list(zip(swept, errors, strict=True))
+
+
+def _attention(samples: Sequence[MeasuredTime], peak: float, residuals: list[tuple[MeasuredTime, float]]) -> dict[str, float]:
+    """Parts of the peak that fused attention and its backward reach, and the keys at which both have half of that."""
+    ways = ("forward", "backward")
+
+    def rows(*terms: Callable[[MeasuredTime], float]) -> list[list[float]]:
+        return [[one.flops * one.products * term(one) * (one.name == way) for way in ways for term in terms] for one in samples]
+
+    slow, _ = solved(rows(lambda one: 1.0, lambda one: 1 / one.n), samples)
+    half = min(sum(slow[1::2]) / max(sum(slow[::2]), np.finfo(float).tiny), DEVICE["attention.half"].most)
+    found, errors = solved(rows(lambda one: 1 + half / one.n), samples)
+    residuals += zip(samples, errors, strict=True)
+    parts = {key: 1 / (one * peak) for key, one in zip(("attention.forward", "attention.backward"), found, strict=True)}
+    return {"attention.half": half} | {key: min(part, DEVICE[key].most) for key, part in parts.items()}
 
 
 def solved(rows: Sequence[Sequence[float]], samples: Sequence[MeasuredTime]) -> tuple[list[float], list[float]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import fake_device
 import jobs
+import numpy as np
 import pytest
 
 from summa3d.bench import calibrate
@@ -35,7 +36,7 @@ from summa3d.plan.price import Prices
 TRUE = {
     "peak.float32": 6e10, "product.efficiency": 0.8, "product.half": 40, "product.launch": 5e-6,
     "device.memory_bandwidth": 1e10, "elements.efficiency": 0.7, "elements.launch": 3e-6, "collectives.launch": 2e-5,
-    "elements.function": 2e-9, "layers.launch": 2e-5,
+    "elements.function": 2e-9, "layers.launch": 2e-5, "attention.forward": 1.3, "attention.backward": 0.4, "attention.half": 150,
     "node.size": 4, "node.bandwidth": 4e9, "node.latency": 4e-6, "network.bandwidth": 1e9, "network.latency": 3e-5,
 }  # fmt: skip
 
@@ -51,6 +52,10 @@ def priced(cluster: Cluster) -> Iterator[MeasuredTime]:
     for nbytes in calibrate.ARRAYS:
         gelu = Op("elements", "", "", "gelu", read=nbytes, written=nbytes, dtype="float32")
         yield MeasuredTime("elements", "", prices.seconds(gelu), bytes=2 * nbytes, functions=nbytes // 4)
+    for keys, size in calibrate.KEYS_AND_SIZES:
+        for way, products in (("forward", 2), ("backward", 5)):
+            op = Op("product", way, "", "attention", keys, keys, size, products * 64, dtype="float32")
+            yield MeasuredTime("attention", way, prices.seconds(op), "float32", keys, keys, size, products=products * 64)
     small = layers.seconds(Op("product", "", "", "nn", 8, 8, 8)), layers.seconds(Op("elements", "", "", "sum", written=8))
     yield MeasuredTime("layers", "", 3 * small[0] + 5 * small[1], products=3, kernels=5)
     for nbytes in (8, *calibrate.ARRAYS):
@@ -75,6 +80,7 @@ def test_a_fit_finds_the_numbers_behind_the_times_though_some_of_them_were_distu
     for key in (
         "product.half",
         "elements.function",
+        "attention.half",
         *(f"{one}.launch" for one in ("product", "elements", "layers", "collectives")),
     ):
         assert found.numbers[key] == pytest.approx(true[key], rel=0.05), key
@@ -83,6 +89,9 @@ def test_a_fit_finds_the_numbers_behind_the_times_though_some_of_them_were_distu
     for dtype in calibrate.FULL:
         rate = found.numbers[f"peak.{dtype}"] * found.numbers["product.efficiency"]
         assert rate == pytest.approx(true.peak(dtype) * true["product.efficiency"], rel=0.03)
+    for way in ("forward", "backward"):
+        rate = found.numbers[f"attention.{way}"] * found.numbers["peak.float32"]
+        assert rate == pytest.approx(true[f"attention.{way}"] * true.peak("float32"), rel=0.03)
     rate = found.numbers["device.memory_bandwidth"] * found.numbers["elements.efficiency"]
     assert 1 / rate == pytest.approx(true.byte_time(), rel=0.03)
     text = described(
@@ -115,8 +124,24 @@ def test_the_order_of_predictions_is_compared_pair_by_pair() -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"SIDES": (32, 96), "THIN": ((16, 64, 64),), "ARRAYS": (1 << 20,), "MESSAGES": (8, 4096), "SPAN": 1e-3, "ROUNDS": 1}
+    small |= {"KEYS_AND_SIZES": ((16, 32), (32, 32)), "TOKENS": 64, "TOUCHED": 1 << 20}
     for name, value in {**small, "OTHER_SIDE": {"cpu": 96, "cuda": 96}}.items():
         monkeypatch.setattr(calibrate, name, value)
+
+
+@pytest.mark.mpi(sizes=(1,))
+def test_repetitions_go_through_more_memory_than_a_cache_holds(comm, monkeypatch):
+    monkeypatch.setattr(calibrate, "TOUCHED", 1 << 20)
+    found = Calibration(comm)
+    sets = found.operands([(64, 32), (32, 128)], (64, 128), "float64")
+    taken = [next(sets) for _ in range(40)]
+    starts = [[array.__array_interface__["data"][0] for array in arrays] for arrays in taken]
+    assert [array.shape for array in taken[0]] == [(64, 32), (32, 128), (64, 128)] and taken[0][0].dtype == "float64"
+    assert len({one for arrays in starts[: (1 << 20) // (64 << 10)] for one in arrays}) == 3 * 16
+    assert starts[16] == starts[0] and not np.shares_memory(taken[0][2], taken[1][2])
+    alone = found.operands([(1 << 20,)], (1 << 20,))
+    assert next(alone)[0] is next(alone)[0]
+    found.grid.free()
 
 
 @pytest.mark.mpi(sizes=(4,))
