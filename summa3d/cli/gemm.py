@@ -33,7 +33,6 @@ OPTIONS_OF = {"panel": PANEL_ALGORITHMS, "pieces": "cuboid"}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d gemm` to `parser`."""
     from ..gemm.algorithms.registry import ALGORITHMS, ALIASES
-    from ..gemm.any_layout.search import OBJECTIVES
 
     parser.description = "Multiply C = alpha·op(A)·op(B) + beta·C on a grid of MPI ranks; print time, words moved and error."
     for size in ("m", "n", "k"):
@@ -73,10 +72,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="Compare the result with a serial product on rank 0, and time that product too."
     )
+    add_layout_arguments(parser)
+    add_cluster_argument(parser, CHOOSES)
+    add_trace_arguments(parser, "one more run")
+    parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of products whose operands' layouts are given."""
+    from ..gemm.any_layout.search import OBJECTIVES
+
     for operand, lies in (("a", "A lies"), ("b", "B lies"), ("out", "C is left, by default in its cheapest layout")):
         parser.add_argument(f"--{operand}-layout", metavar="LAYOUT", help=f"Say where {lies}, as 'm:(x,y) k'. Needs --dry.")
     parser.add_argument(
         "--objective", choices=OBJECTIVES, help="Take the plan of fewest predicted seconds (the default), or words. Needs --dry."
+    )
+    parser.add_argument(
+        "--workspace",
+        metavar="SIZE",
+        help="Bound the workspace of each rank, as 64MiB: what must move comes in panels of k. Needs --dry.",
     )
     parser.add_argument(
         "--dry", action="store_true", help="Print the plan of a product of these layouts on --grid, and multiply nothing."
@@ -87,9 +101,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Multiply one matrix, in --a-layout (by default m:x k:y), with its own transpose (form nt, or tn, nc or cn); "
         "compare plan and times with the general product's.",
     )
-    add_cluster_argument(parser, CHOOSES)
-    add_trace_arguments(parser, "one more run")
-    parser.add_argument("--json", action="store_true", help="Print the result as one JSON line.")
 
 
 def add_cluster_argument(parser: argparse.ArgumentParser, what: str) -> None:
@@ -139,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
         return run_symmetric(args)
     if args.dry:
         return run_dry(args)
-    for option in ("a_layout", "b_layout", "out_layout", "objective"):
+    for option in ("a_layout", "b_layout", "out_layout", "objective", "workspace"):
         if getattr(args, option) is not None:
             raise ConfigError(f"--{option.replace('_', '-')} is of a plan that is printed: it needs --dry.")
     from mpi4py import MPI
@@ -178,6 +189,7 @@ def run_dry(args: argparse.Namespace) -> int:
     from ..comm.health.processes import launched_as
     from ..gemm.any_layout.planned import plan_any
     from ..gemm.cost.machine import Machine
+    from ..plan.search.request import bytes_of
 
     for option in ("grid", "a_layout", "b_layout"):
         if getattr(args, option) is None:
@@ -189,9 +201,9 @@ def run_dry(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{option} is of products that run, and --dry multiplies nothing: leave one of them out.")
     machine = None if args.cluster is None else Machine(load(args.cluster))
     objective, layouts = args.objective or "seconds", (args.a_layout, args.b_layout)
-    plan = plan_any(
-        *layouts, args.m, args.n, args.k, Place(args.grid), args.out_layout, args.form, args.dtype, objective, machine=machine
-    )
+    sizes, limit = (args.m, args.n, args.k), None if args.workspace is None else int(bytes_of(args.workspace, "--workspace"))
+    place, dtype = Place(args.grid), args.dtype
+    plan = plan_any(*layouts, *sizes, place, args.out_layout, args.form, dtype, objective, machine=machine, workspace=limit)
     launched = launched_as()
     if launched is None or launched[1] == 0:
         print(json.dumps(facts_of_plan(plan)) if args.json else plan, flush=True)
@@ -208,7 +220,7 @@ def run_symmetric(args: argparse.Namespace) -> int:
     from ..comm.health.processes import launched_as
     from ..gemm import DistMatrix, Machine, plan_syrk
 
-    for option in ("algorithm", "panel", "check", "trace", "b_layout"):
+    for option in ("algorithm", "panel", "check", "trace", "b_layout", "workspace"):
         if getattr(args, option):
             raise ConfigError(f"--{option.replace('_', '-')} is not of a product of one matrix: leave it or --symmetric out.")
     if args.m != args.n:
@@ -261,6 +273,7 @@ def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:
     return {
         "plan": plan.summary,
         "compute_layout": plan.compute_layout,
+        "panels": plan.panels,
         "c_layout": str(plan.c.layout),
         "words": plan.words,
         "max_words": plan.max_words,

@@ -47,6 +47,7 @@ class Wanted(NamedTuple):
     options: dict[str, Any]
     out_layout: Ownership | str | None
     objective: str
+    workspace: int | None = None
 
     @property
     def takes_any(self) -> bool:
@@ -55,26 +56,40 @@ class Wanted(NamedTuple):
 
 
 def kept_binding(
-    a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any], out_layout: Any, objective: str
+    a: Distributed,
+    b: Distributed,
+    form: str,
+    algorithm: str | None,
+    options: dict[str, Any],
+    out_layout: Any,
+    objective: str,
+    workspace: int | None,
 ) -> Binding | None:
     """The binding of a product on one grid that was checked before; None where it must be checked."""
     if not isinstance(a, Distributed) or not isinstance(b, Distributed) or a.grid is not b.grid or a.grid.job.check:
         return None
     kept: dict[Any, Binding] | None = a.grid.job.kept[a.grid].get(Binding)
     try:
-        return None if kept is None else kept.get(key_of(a, b, form, algorithm, options, out_layout, objective))
+        return None if kept is None else kept.get(key_of(a, b, form, algorithm, options, out_layout, objective, workspace))
     except (AttributeError, TypeError):  # a block that is none, or an option without a hash
         return None
 
 
 def key_of(
-    a: Distributed, b: Distributed, form: str, algorithm: str | None, options: dict[str, Any], out_layout: Any, objective: str
+    a: Distributed,
+    b: Distributed,
+    form: str,
+    algorithm: str | None,
+    options: dict[str, Any],
+    out_layout: Any,
+    objective: str,
+    workspace: int | None,
 ) -> tuple[Any, ...]:
     """What products of one binding have in common."""
     left, right = a.block, b.block
     kinds = left.dtype, place_of(left), right.dtype, place_of(right)
     own = a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed
-    return *own, kinds, form, algorithm, out_layout, objective, *options.items()
+    return *own, kinds, form, algorithm, out_layout, objective, workspace, *options.items()
 
 
 def binding_of(a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None) -> Binding:
@@ -108,9 +123,11 @@ def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distribute
     """The binding of an algorithm whose layouts the operands have, if C has the output layout; else of any layouts."""
     if wanted.algorithm == ANY and wanted.options:
         raise ConfigError(f"Products of any layouts have no options; leave {', '.join(wanted.options)} out.")
+    if wanted.workspace is not None and not wanted.takes_any:
+        raise ConfigError(f"workspace is of products of any layouts; leave it out, or algorithm={wanted.algorithm!r}.")
     target = target_of(a, wanted, out)
     grid, found = a.grid, None
-    if wanted.algorithm != ANY and b.grid is grid:
+    if wanted.algorithm != ANY and wanted.workspace is None and b.grid is grid:
         take = matching if wanted.takes_any else product_of
         found = take(a, b, grid.shape, wanted.form, wanted.algorithm, wanted.options)
     if found is not None:
@@ -146,8 +163,9 @@ def _any_binding(a: Distributed, b: Distributed, wanted: Wanted, target: Ownersh
     left, right = readings(a, form[0])[0], readings(b, form[1])[0]
     letters, dtype = left.letter + right.letter, dtype_name(a.block)
     plan = plan_any(
-        left.layout, right.layout, *extents, grid, target, letters, dtype, wanted.objective, b.grid, out_grid if target else None
-    )
+        left.layout, right.layout, *extents, grid, target, letters, dtype, wanted.objective, b.grid,
+        out_grid if target else None, workspace=wanted.workspace,
+    )  # fmt: skip
     grids = list(dict.fromkeys([grid, b.grid, out_grid]))
     product = agreed_product("matmul", plan, facts_of(a, b, wanted, target, grids), grids)
     return Binding(left.transposed, right.transposed, 0, plan.c.layout, plan.c.shape, product)
@@ -167,8 +185,8 @@ def facts_of(
 ) -> dict[str, Any]:
     """What the ranks compare of a product."""
     asked = {"form": wanted.form, "algorithm": wanted.algorithm, "options": str(wanted.options)}
-    goal = {"out_layout": None if target is None else str(target), "objective": wanted.objective, "grids": len(grids)}
-    return {"a": operand_text(a), "b": operand_text(b), **asked, **goal}
+    goal = {"out_layout": None if target is None else str(target), "objective": wanted.objective, "workspace": wanted.workspace}
+    return {"a": operand_text(a), "b": operand_text(b), **asked, **goal, "grids": len(grids)}
 
 
 def operand_text(tensor: Distributed) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -32,6 +33,7 @@ def matmul(
     *,
     out_layout: Ownership | str | None = None,
     objective: str = "seconds",
+    workspace: int | None = None,
     **options: Any,
 ) -> Matrix:
     """C = α·op(A)·op(B) + β·C, with the algorithm and its axes' roles from the operands' layouts.
@@ -46,6 +48,7 @@ def matmul(
     out : C, overwritten in place; needed for β ≠ 0. The ranks agree first, by a byte, that it can be written and lies apart
     out_layout : the output layout of C, on A's grid; None, where the algorithm leaves it, and with `any` where it falls cheapest
     objective : of `any`: fewest predicted "seconds", or "words"
+    workspace : bytes of workspace of each rank at most: `any` multiplies, and what must move comes in panels of k
     options : of the algorithm, such as panel=256 for summa
 
     Returns C in the plan's layout, on a rank outside the grid without elements. The cuboid's is m:(x,z) n:y, so that products
@@ -53,37 +56,42 @@ def matmul(
     receives, and `plan_syrk` those where both operands are one matrix: without `algorithm` that is `syrk`, with C where it was.
     The grid keeps the executor and its workspace for products alike, up to `executors.KEPT_BYTES`, until `grid.free()`.
     Raises ShapeError (sizes, dtypes), LayoutError (grids, layouts), GridError (a grid that the algorithm cannot use) or
-    ConfigError (an unknown algorithm or objective, out_layout with an algorithm that fixes C's) on every rank alike, before any
-    communication; AgreementError on all ranks where the first product of a kind, with `check` each, is called differently.
+    ConfigError (an unknown name, out_layout where C's is fixed, too small a workspace) on every rank alike, before communication;
+    AgreementError on all ranks where the first product of a kind, with `check` each, is called differently.
     """
     try:
         is_related = a.view_of is not None or b.view_of is not None or a is b
     except AttributeError:  # no matrices
         is_related = False
     if is_related:
-        if algorithm is None and not options:
+        if algorithm is None and not options and workspace is None:
             found = product_of_one(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
             if found is not None:
                 return found
         a, b = resolved(a), resolved(b)
-    bound = kept_binding(a, b, form, algorithm, options, out_layout, objective) if out is None else None
-    bound = bound or _checked(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
+    bound = kept_binding(a, b, form, algorithm, options, out_layout, objective, workspace) if out is None else None
+    bound = bound or _checked(a, b, Wanted(form, algorithm, options, out_layout, objective, workspace), alpha, beta, out)
+    block = _block_of(bound, a, b, out, alpha, beta)
+    return a.with_block(block, bound.c_layout, bound.c_shape) if out is None else out
+
+
+def _block_of(bound: Binding, a: Matrix, b: Matrix, out: Matrix | None, alpha: complex, beta: complex) -> Array:
+    """This rank's block of C, by what a binding says."""
     grid, left, right = a.grid, a.block.T if bound.a_transposed else a.block, b.block.T if bound.b_transposed else b.block
     if bound.product is not None:
-        block = _any_product(bound.product, left, right, out, alpha, beta)
-    elif grid.inside:
+        return any_product(bound.product, left, right, out, alpha, beta)
+    if grid.inside:
         if out is not None:
             agree_on_out(grid.comm, out.block, a.block, b.block)
         executors = executors_of(grid)
         executor = executors.take(bound.executor)
         block = executor.run(left, right, None if out is None else out.block, alpha, beta)
         executors.keep(bound.executor, executor)
-    else:
-        block = empty((0, 0), left)
-    return a.with_block(block, bound.c_layout, bound.c_shape) if out is None else out
+        return block
+    return empty((0, 0), left)
 
 
-def _any_product(product: AnyProduct, left: Array, right: Array, out: Distributed | None, alpha: complex, beta: complex) -> Array:
+def any_product(product: AnyProduct, left: Array, right: Array, out: Distributed | None, alpha: complex, beta: complex) -> Array:
     """This rank's block of C of operands in no algorithm's layouts, whose blocks are `left` and `right`."""
     block = None if out is None else out.block
     product.check(left, right, block, alpha, beta)
@@ -101,7 +109,7 @@ def _checked(a: Any, b: Any, wanted: Wanted, alpha: complex, beta: complex, out:
         check_objective(wanted.objective)
         check_kind(a, b, f"No product of form {wanted.form}", one_grid=not wanted.takes_any)
         if out is not None:
-            _check_out(out, a, b, wanted.form)
+            check_out(out, a, b, sizes(a.shape, b.shape, wanted.form)[:2])
         bound = binding_of(a, b, wanted, out)
         if out is not None and (out.layout != bound.c_layout or (bound.product is None and out.grid is not a.grid)):
             m, n = bound.c_shape
@@ -125,7 +133,7 @@ def _check_operands(a: Any, b: Any, out: Any) -> None:
             raise ShapeError(f"{name} has the shape {operand.shape}; matmul takes matrices. einsum takes tensors of any dims.")
 
 
-def _check_out(out: Distributed, a: Distributed, b: Distributed, form: str) -> None:
+def check_out(out: Distributed, a: Distributed, b: Distributed, shape: Sequence[int]) -> None:
     """Raise an error unless `out` has the product's shape, and is neither operand: alike on every rank."""
     if out.shown.conjugated:
         raise ShapeError("out is the conjugate of a matrix, which shows that matrix's elements and cannot be written.")
@@ -133,9 +141,8 @@ def _check_out(out: Distributed, a: Distributed, b: Distributed, form: str) -> N
         raise ShapeError(
             f"out is {'a' if out.block is a.block else 'b'} itself, read while C is written. Pass an out of its own."
         )
-    m, n, _ = sizes(a.shape, b.shape, form)
-    if tuple(out.shape) != (m, n):
-        raise LayoutError(f"out is {summary(out)}; the product is {m}×{n}.")
+    if tuple(out.shape) != tuple(shape):
+        raise LayoutError(f"out is {summary(out)}; the product is {'×'.join(map(str, shape))}.")
 
 
 def tell(name: str, refusal: Summa3dError, a: object, b: object) -> None:

@@ -148,9 +148,10 @@ def test_a_plan_of_layouts_is_printed_with_its_alternatives_and_nothing_runs():
         [],
         ["--objective", "words", "--out-layout", "m n:(y,x)", "--json"],
         ["--dtype", "float32", "--cluster", "server"],
+        ["--workspace", "2KiB", "--json"],
     ):
         commands.append(["gemm", *map(str, LAYOUTS), *more])
-    free, asked, named = (
+    free, asked, named, bounded = (
         subprocess.run([jobs.python(), "-m", "summa3d", *command], capture_output=True, text=True, check=True)
         for command in commands
     )
@@ -161,6 +162,8 @@ def test_a_plan_of_layouts_is_printed_with_its_alternatives_and_nothing_runs():
     assert (found["words"], found["max_words"], found["c_layout"]) == (plan.words, plan.max_words, "m n:(y,x)")
     assert found["messages"] == sum(map(plan.messages_of, range(6))) and found["others"][0]["words"] >= found["words"]
     assert named.stdout == f"{plan_any(*layouts, dtype='float32')}\n"
+    found, plan = json.loads(bounded.stdout), plan_any(*layouts, workspace=2048)
+    assert found["workspace_bytes"] == 8 * plan.max_workspace <= 2048 and found["panels"] == plan.panels > 1
     assert [done.stdout for done in jobs.commands([commands[0]], 2)] == [free.stdout]
 
 

@@ -102,7 +102,7 @@ def test_words_of_a_plan_are_the_sums_of_redistributions_and_of_the_scatter():
     for _ in range(60):
         case = random_case(random, random.choice([4, 6, 8, 12]))
         plan = planned(case)
-        fetched = sum(np.array([fetch.words_of(rank) for rank in range(len(plan.space))]) for fetch in plan.fetches)
+        fetched = sum(np.array([fetch.words_of(rank) for rank in range(len(plan.space))]) for fetch in plan.fetches[0])
         delivered = [[step.words_of(rank) for rank in range(len(plan.space))] for step in plan.deliveries]
         fine = [prod(Placement(plan.c.layout, plan.space.shape, plan.space.points).local_shape(plan.c.shape, 0))]
         if plan.how.kind == "scattered" and plan.deliveries:

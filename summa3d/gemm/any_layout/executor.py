@@ -17,7 +17,8 @@ from ..local.blas import accumulation_like, add
 from ..local.strides import OTHER_OP
 from .blocks import nested_sizes, ownership_of
 from .matrices import multiply_each
-from .plan import DIRECT, SCATTERED, AnyPlan
+from .plan import AnyPlan
+from .workspace import DIRECT, SCATTERED
 
 
 class AnyProduct:
@@ -36,7 +37,7 @@ class AnyProduct:
         self.plan, self.grid = plan, grids[plan.grid]
         axis = grids[0].ranked if len(grids) == 1 else grids[0].everyone
         self.axis, self.ledger = axis, axis.ledger
-        self.fetches = [Exchange([fetch], axis) for fetch in plan.fetches]
+        self.fetches = [[Exchange([fetch], axis) for fetch in panel] for panel in plan.fetches]
         self.delivery = Exchange(plan.deliveries, axis) if plan.deliveries else None
         self.a_block, self.b_block, self.c_block = (
             one.placement(plan.spaces).local_shape(one.shape, axis.index) for one in (plan.a, plan.b, plan.c)
@@ -84,25 +85,39 @@ class AnyProduct:
 
     def _summand(self, a: Array, b: Array, alpha: Any) -> Array:
         """This rank's summand of its part of C, times α, in the dtype that sums are taken in."""
-        like = accumulation_like(empty((0,), a))
-        (_, _, view), workspace = self.plan.views, Workspace(self.grid)
-        left, right = self._matrices(0, detached(a)), self._matrices(1, detached(b))
-        is_workspace = self.plane is not None or self.delivery is not None or like.dtype != a.dtype
-        summand = self._kept_until(is_workspace, empty(self.shape, like))
-        turned = view.turned(summand)
-        product = self.ledger.track(empty(turned.shape, like)) if view.is_copied else turned
+        workspace, view, operands = Workspace(self.grid), self.plan.views[2], (detached(a), detached(b))
+        made = None
+        for panel in self.fetches:
+            pairs = zip(range(2), panel, operands, strict=True)
+            made = self._multiplied(workspace, [self._matrices(*pair) for pair in pairs], made, alpha)
+        assert made is not None
+        summand, product = made
+        if view.is_copied:
+            workspace.copy(view.turned(summand), product)
+        return summand
+
+    def _multiplied(
+        self, workspace: Workspace, matrices: list[Array], made: tuple[Array, Array] | None, alpha: Any
+    ) -> tuple[Array, Array]:
+        """The summand, and the array that products are made in, its dims turned: `made`, with this panel's product added."""
+        (left, right), view = matrices, self.plan.views[2]
+        beta = 0 if made is None else 1
+        if made is None:
+            like = accumulation_like(empty((0,), left))
+            is_workspace = self.plane is not None or self.delivery is not None or like.dtype != left.dtype
+            summand = self._kept_until(is_workspace, empty(self.shape, like))
+            turned = view.turned(summand)
+            made = summand, self.ledger.track(empty(turned.shape, like)) if view.is_copied else turned
         left, right = workspace.widened("a", left), workspace.widened("b", right)
         form = self.plan.form or "".join("t" if one.is_turned else "n" for one in self.plan.views[:2])
         if view.is_turned:
             left, right, form = right, left, OTHER_OP[form[1]] + OTHER_OP[form[0]]
-        multiply_each(workspace, left, right, form, view.matrices(product), alpha)
-        if view.is_copied:
-            workspace.copy(turned, product)
-        return summand
+        multiply_each(workspace, left, right, form, view.matrices(made[1]), alpha, beta)
+        return made
 
-    def _matrices(self, operand: int, block: Array) -> Array:
-        """An operand's matrices that this rank multiplies."""
-        view, fetched = self.plan.views[operand], self._fetched(self.fetches[operand], block)
+    def _matrices(self, operand: int, fetch: Exchange, block: Array) -> Array:
+        """An operand's matrices that this rank multiplies, of one panel."""
+        view, fetched = self.plan.views[operand], self._fetched(fetch, block)
         turned = view.turned(fetched)
         if view.is_copied:
             turned = copy_into(self.ledger.track(empty(turned.shape, block)), turned)
@@ -132,8 +147,9 @@ class AnyProduct:
         """The same where summands travel: each rank adds its part of all, in the order of the ranks along the axes of k."""
         assert self.delivery is not None
         shape, total = self.delivery.shape, None
+        is_result = dtype_name(summand) == self.plan.dtype.name
         for pieces in self.delivery.pieces(summand):
-            part = self.ledger.track(empty(shape, summand))
+            part = self._kept_until(total is not None or not is_result, empty(shape, summand))
             for piece, elements in pieces:
                 put(part, piece.put, elements)
             if total is None:

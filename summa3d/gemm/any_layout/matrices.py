@@ -47,16 +47,18 @@ def matrix_view(names: str, batch: str, first: str, second: str) -> MatrixView:
     return MatrixView(tuple(names.index(letter) for group in groups for letter in group), groups, is_turned, is_copied)
 
 
-def multiply_each(workspace: Workspace, a: Array, b: Array, form: str, out: Array, alpha: Any) -> None:
-    """out = α·op(A)·op(B) of matrices, or of each of as many matrices; what `out` held is not read.
+def multiply_each(workspace: Workspace, a: Array, b: Array, form: str, out: Array, alpha: Any, beta: int = 0) -> None:
+    """out = α·op(A)·op(B) + β·out of matrices, or of each of as many matrices; with β = 0 what `out` held is not read.
 
     Many small ones are multiplied by one call of their library.
     """
+    scratch = workspace.scratch(out) if beta else None
     if len(out.shape) == 2:
-        return workspace.accumulate(a, b, form, out, alpha, 0)
-    if is_half(a) or (prod(out.shape[1:]) * a.shape[1 if form[0] == "t" else 2] >= SMALL and not is_on_device(a)):
+        return workspace.accumulate(a, b, form, out, alpha, beta, scratch)
+    if beta or is_half(a) or (prod(out.shape[1:]) * a.shape[1 if form[0] == "t" else 2] >= SMALL and not is_on_device(a)):
         for entry in range(len(out)):
-            workspace.accumulate(a[entry], b[entry], form, out[entry], alpha, 0)
+            part = None if scratch is None else scratch[entry]
+            workspace.accumulate(a[entry], b[entry], form, out[entry], alpha, beta, part)
         return
     with workspace.ledger.product(a, b, form, out):
         _multiply_at_once(a, b, form, out)

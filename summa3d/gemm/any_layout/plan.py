@@ -15,7 +15,7 @@ import numpy as np
 
 from ...columns import aligned, counted
 from ...comm.topology import describe
-from ...dtypes import HALVES, Dtype
+from ...dtypes import Dtype
 from ...layout.cyclic import Ownership
 from ...layout.redistribute import Placement, Redistribution
 from ..cost.machine import Machine
@@ -24,10 +24,11 @@ from .blocks import Splits, ownership_of
 from .matrices import MatrixView, matrix_view
 from .subscripts import Subscripts
 from .vectors import DimSplit, RankParts, RankSpace, overlap
+from .workspace import DIRECT, SCATTERED, WHOLE, peak_of
 
-SCATTERED, DIRECT, WHOLE = "scattered", "direct", "whole"
-"""How the summands of C are added: scattered along a dim of C, sent to who wants them, or there is one summand alone."""
 MATRICES = ("rows", "columns")
+PANEL = "panel of"
+"""The axis along which panels lie; no grid's is called so."""
 ALL_RANKS = 256
 """Ranks up to which the workspace of each is looked at for the one that needs most."""
 HEADINGS = ("", "compute layout", "words", "messages", "seconds")
@@ -124,6 +125,8 @@ class AnyPlan(PlannedWords):
     objective: str
     others: tuple[Alternative, ...] = ()
     """The next best, best first."""
+    panels: int = 1
+    """Parts into which a rank's range of `panelled` is cut: operands come panel by panel, and C adds up."""
 
     # -- the blocks ---------------------------------------------------------------------------------------------------------
 
@@ -162,16 +165,37 @@ class AnyPlan(PlannedWords):
         splits = enumerate(self.split_of(self.c.names))
         return tuple(DimSplit(split.axes + self.inner_axes) if dim == self.how.dim else split for dim, split in splits)
 
-    def computed(self, operand: Owned) -> Placement:
-        """Where the blocks of A or B lie that ranks multiply."""
-        layout = ownership_of(self.split_of(operand.names), operand.shape, operand.names)
-        return Placement(layout, self.space.shape, self.space.points)
+    @property
+    def panelled(self) -> str:
+        """The inner letter that panels cut: the longest in ranges; empty where there is none."""
+        inner = [letter for letter in self.subscripts.inner if not self.splits[letter].block]
+        return max(inner, key=self.extents.__getitem__, default="")
+
+    def computed(self, operand: Owned, panel: int = 0) -> Placement:
+        """Where the blocks of A or B lie that ranks multiply: of one panel."""
+        splits, shape, points = self.splits, self.space.shape, self.space.points
+        if self.panels > 1:  # ranks lie along one more axis, at the panel's index
+            splits = {**splits, self.panelled: DimSplit((*splits[self.panelled].axes, PANEL))}
+            shape, points = {**shape, PANEL: self.panels}, [point and {**point, PANEL: panel} for point in points]
+        layout = ownership_of(tuple(splits[letter] for letter in operand.names), operand.shape, operand.names)
+        return Placement(layout, shape, points)
 
     @cached_property
-    def fetches(self) -> tuple[Redistribution, Redistribution]:
-        """How A and B come to who multiplies them."""
-        a, b = (Redistribution(one.shape, one.placement(self.spaces), self.computed(one)) for one in (self.a, self.b))
-        return a, b
+    def fetches(self) -> tuple[tuple[Redistribution, Redistribution], ...]:
+        """How A and B come to who multiplies them, panel by panel."""
+        lie = [(one, one.placement(self.spaces)) for one in (self.a, self.b)]
+        found = []
+        for panel in range(self.panels):
+            a, b = (Redistribution(one.shape, source, self.computed(one, panel)) for one, source in lie)
+            found.append((a, b))
+        return tuple(found)
+
+    @cached_property
+    def moving(self) -> tuple[tuple[bool, bool], ...]:
+        """Whether A, and whether B, moves in each panel."""
+        if self.panels == 1:
+            return ((bool(self.received["a"].any()), bool(self.received["b"].any())),)
+        return tuple((a.moves(), b.moves()) for a, b in self.fetches)
 
     @cached_property
     def deliveries(self) -> tuple[Redistribution, ...]:
@@ -230,14 +254,15 @@ class AnyPlan(PlannedWords):
 
     def sent_of(self, rank: int) -> int:
         """Words that `rank` sends: exact, by the pieces of each redistribution."""
-        sent = sum(piece.words for plan in (*self.fetches, *self.deliveries) for piece in plan.sent_by(rank))
+        moved = (*(fetch for panel in self.fetches for fetch in panel), *self.deliveries)
+        sent = sum(piece.words for plan in moved for piece in plan.sent_by(rank))
         if self.how.kind == SCATTERED:
-            sent += self._summand_of(rank) - int(self.received["sums"][rank]) // (self.summed - 1)
+            sent += self.summand_of(rank) - int(self.received["sums"][rank]) // (self.summed - 1)
         return sent
 
     def messages_of(self, rank: int) -> int:
-        """Messages that `rank` receives: of an all-to-all for each matrix that moves, and of the sum."""
-        moves = sum(bool(self.received[name].any()) for name in ("a", "b", "c"))
+        """Messages that `rank` receives: of an all-to-all for each matrix, or panel of one, that moves, and of the sum."""
+        moves = sum(map(sum, self.moving)) + bool(self.received["c"].any())
         adds = self.how.kind == SCATTERED and bool(self.space.inside[rank])
         return moves * (len(self.space) - 1) + adds * (self.summed - 1)
 
@@ -246,30 +271,7 @@ class AnyPlan(PlannedWords):
 
         That is where MPI moves host arrays, C-ordered and not added to what C holds; sums in a node's memory need less.
         """
-        wide = 2 if self.dtype.name in HALVES else 1
-        peaks, held = [], 0
-        for name, plan, view in zip("ab", self.fetches, self.views[:2], strict=True):
-            block, moves = prod(plan.target.local_shape(plan.shape, rank)), bool(self.received[name].any())
-            if moves:
-                peaks.append(held + block + plan.workspace_of(rank))
-            if view.is_copied:
-                peaks.append(held + block * (1 + moves))
-            held += block if moves or view.is_copied else 0
-        widened = 2 * sum(prod(plan.target.local_shape(plan.shape, rank)) for plan in self.fetches) if wide > 1 else 0
-        own, steps, scatters = self._summand_of(rank), self.deliveries, self.how.kind == SCATTERED
-        summand = wide * own if scatters or steps or wide > 1 else 0
-        peaks.append(held + widened + summand + (wide * own if self.views[2].is_copied else 0))
-        if self.how.kind == DIRECT:
-            received, added = sum(plan.words_of(rank) for plan in steps), prod(steps[0].target.local_shape(self.c.shape, rank))
-            exchange = sum(plan.workspace_of(rank) for plan in steps)
-            return max(*peaks, summand + wide * max(exchange, received + 2 * added))
-        if scatters:
-            own = int(self.received["sums"][rank]) // (self.summed - 1)
-            peaks.append(summand + wide * self.summed * own)
-        rounded = own if wide > 1 and steps else 0
-        moved = steps and self.received["c"].any()
-        kept, exchange = wide * own + rounded if steps or wide > 1 else 0, own + steps[0].workspace_of(rank) if moved else 0
-        return max(*peaks, kept, exchange)
+        return peak_of(self, rank)
 
     @property
     def max_workspace(self) -> int:
@@ -277,7 +279,23 @@ class AnyPlan(PlannedWords):
         received, ranks = sum(self.received.values(), start=np.zeros(len(self.space), np.int64)), len(self.space)
         return max(self.workspace_of(rank) for rank in (range(ranks) if ranks <= ALL_RANKS else [int(received.argmax())]))
 
-    def _summand_of(self, rank: int) -> int:
+    def longest_part(self, letter: str) -> int:
+        """Indices of a letter that the rank with most has."""
+        return int(parts_of(self.space, self.extents[letter], self.splits[letter]).size.max())
+
+    def rough_workspace(self, panels: int) -> int:
+        """About the words of workspace of the rank that needs most with so many panels, without a loop over ranks."""
+        rough = sum(
+            _product(self._parts(one.names, self.split_of(one.names))) + self.received[name]
+            for name, one in (("a", self.a), ("b", self.b))
+            if self.received[name].any()
+        )
+        if self.how.kind == SCATTERED or not self.stays:
+            return int((rough // panels + 2 * _product(self._parts(self.c.names, self.split_of(self.c.names)))).max())
+        return int(np.max(rough // panels))
+
+    def summand_of(self, rank: int) -> int:
+        """Elements of the summand of C that `rank` makes."""
         layout = ownership_of(self.split_of(self.c.names), self.c.shape, self.c.names)
         return prod(layout.local_shape(self.c.shape, self.space.shape, self.space.points[rank]))
 
@@ -304,6 +322,12 @@ class AnyPlan(PlannedWords):
         return named(self.splits, self.space if len(self.spaces) > 1 else None)
 
     @property
+    def text(self) -> str:
+        """The compute layout, the way of adding C's summands, and the panels, if there are several."""
+        text = with_way(self.compute_layout, self.how)
+        return text if self.panels == 1 else f"{text}, {self.panelled} in {self.panels} panels"
+
+    @property
     def summary(self) -> str:
         """One line on what moves."""
         parts = []
@@ -321,6 +345,8 @@ class AnyPlan(PlannedWords):
             parts.append(f"C → {self.c.layout} ({moved:,} words)")
         else:
             parts.append(f"C in {self.c.layout}")
+        if self.panels > 1:
+            parts.append(f"{self.panelled} in {self.panels} panels")
         return ", ".join(parts)
 
     @property
@@ -332,7 +358,8 @@ class AnyPlan(PlannedWords):
 
     def __repr__(self) -> str:
         lies = f"A {self.a.layout}, B {self.b.layout}, C {self.c.layout}"
-        return f"AnyPlan({self.sizes}, {lies}, by {self.compute_layout}, {self.how.text})"
+        panels = f", {self.panels} panels" if self.panels > 1 else ""
+        return f"AnyPlan({self.sizes}, {lies}, by {self.compute_layout}, {self.how.text}{panels})"
 
     def __str__(self) -> str:
         ranks, head = len(self.space), f"C of {self.sizes}"
@@ -343,7 +370,7 @@ class AnyPlan(PlannedWords):
         workspace = self.max_workspace * self.dtype.nbytes
         most = f"most words of a rank {self.max_words:,} (bound {self.bound:,.0f}), workspace {workspace:,} bytes"
         messages = sum(self.messages_of(rank) for rank in range(ranks))
-        best = Alternative(with_way(self.compute_layout, self.how), self.words, messages, self.seconds)
+        best = Alternative(self.text, self.words, messages, self.seconds)
         rows: list[tuple[str, ...]] = [HEADINGS]
         for one in (best, *self.others):
             rows.append(

@@ -33,6 +33,7 @@ def plan_any(
     b_grid: BaseGrid | None = None,
     out_grid: BaseGrid | None = None,
     machine: Machine | None = None,
+    workspace: int | None = None,
 ) -> AnyPlan:
     """The cheapest plan of C (m×n) = op(A)·op(B) for A and B as they lie, whatever their layouts. Moves nothing.
 
@@ -46,9 +47,12 @@ def plan_any(
     out_layout : the output layout of C; None, the cheapest
     objective : "seconds", the fewest that are predicted; or "words", the fewest of all layouts that divide the work evenly
     machine : what seconds are predicted for; the default is `Machine()`, and must be the same on all ranks
+    workspace : bytes of workspace of each rank at most: A and B then come in panels of k, where they must. `AnyPlan.workspace_of`
+        each rank is exact; of more than 256 ranks that which receives most words is looked at
 
     Raises ShapeError for a form or sizes that cannot be; LayoutError for an axis that its grid lacks, or grids of other numbers
-    of ranks; ConfigError for another objective, a dtype that is not supported, or an out_grid without out_layout.
+    of ranks; ConfigError for another objective, a dtype that is not supported, an out_grid without out_layout, or a workspace
+    that no plan does with: it names the least that works.
 
     >>> from summa3d.comm.grid import Place
     >>> print(plan_any("m k:(y,x)", "k n:x", 64, 48, 96, Place({"x": 2, "y": 2})).summary)
@@ -58,7 +62,7 @@ def plan_any(
     extents = {"m": int(m), "n": int(n), "k": int(k)}  # numpy's whole numbers may be of few bits
     letters = Subscripts("mk" if form[0] == "n" else "km", "kn" if form[1] == "n" else "nk", "mn")
     layouts, grids = (a_layout, b_layout, out_layout), (grid, b_grid, out_grid)
-    return _planned(letters, form, extents, layouts, grids, dtype, objective, machine)
+    return _planned(letters, form, extents, layouts, grids, dtype, objective, machine, workspace)
 
 
 def plan_einsum(
@@ -72,6 +76,7 @@ def plan_einsum(
     objective: str = "seconds",
     b_grid: BaseGrid | None = None,
     machine: Machine | None = None,
+    workspace: int | None = None,
 ) -> AnyPlan:
     """The cheapest plan of `summa3d.einsum` for A and B as they lie, whatever their layouts. Moves nothing.
 
@@ -83,7 +88,8 @@ def plan_einsum(
     ----------
     subscripts : the letters of A, B and C, such as ``bmk,bkn->bmn``
     extents : the size of each letter
-    a_layout, b_layout, grid, out_layout, dtype, objective, b_grid, machine : as `plan_any` takes them
+    a_layout, b_layout, grid, out_layout, dtype, objective, b_grid, machine, workspace : as `plan_any` takes them; panels are
+        of the longest letter that is summed over
 
     Raises what `plan_any` raises, and ShapeError for letters that are no product of two operands, or without a size.
 
@@ -100,7 +106,7 @@ def plan_einsum(
     check_objective(objective)
     sizes = {letter: int(extents[letter]) for letter in letters.letters}
     layouts, grids = (a_layout, b_layout, out_layout), (grid, b_grid, None)
-    return _planned(letters, "", sizes, layouts, grids, dtype, objective, machine)
+    return _planned(letters, "", sizes, layouts, grids, dtype, objective, machine, workspace)
 
 
 def _planned(
@@ -112,9 +118,11 @@ def _planned(
     dtype: Any,
     objective: str,
     machine: Machine | None,
+    workspace: int | None,
 ) -> AnyPlan:
     """The plan of a product whose sizes are checked; layouts and grids of A, B and C, of which A's grid stands for None."""
     first, _, last = grids
+    check_workspace(workspace)
     if last is not None and layouts[2] is None:
         raise ConfigError(f"out_grid is {last}, and there is no out_layout of C on it. Pass both.")
     places = [first, *(one or first for one in grids[1:])]
@@ -131,7 +139,7 @@ def _planned(
     a, b, c = located
     assert a is not None and b is not None
     machine = machine or Machine()
-    return cheapest(AnyRequest(form, letters, extents, dtype_of(dtype), spaces, a, b, c, machine, objective))
+    return cheapest(AnyRequest(form, letters, extents, dtype_of(dtype), spaces, a, b, c, machine, objective, workspace))
 
 
 def _check(m: int, n: int, k: int, form: str, objective: str) -> None:
@@ -147,6 +155,12 @@ def check_objective(objective: str) -> None:
     """Raise ConfigError for an objective that there is not."""
     if objective not in OBJECTIVES:
         raise ConfigError(f"objective {objective!r} is not known; objectives: {', '.join(OBJECTIVES)}.")
+
+
+def check_workspace(workspace: int | None) -> None:
+    """Raise ConfigError for a limit that is no number of bytes."""
+    if workspace is not None and (not is_whole(workspace) or workspace < 0):
+        raise ConfigError(f"workspace is {workspace!r}; it is bytes of each rank, a whole number of at least 0, or None.")
 
 
 def _checked(layout: Ownership | str, space: RankSpace, grid: BaseGrid, dims: int) -> Ownership:

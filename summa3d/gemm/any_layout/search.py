@@ -20,9 +20,11 @@ from ...layout.cyclic import BlockCyclic
 from ...layout.layout import Layout
 from ..cost.machine import Machine
 from .blocks import public_ownership
-from .plan import DIRECT, SCATTERED, Adding, Alternative, AnyPlan, Owned, named, parts_of, ways_of_adding, with_way
+from .panels import bounded
+from .plan import Adding, Alternative, AnyPlan, Owned, named, parts_of, ways_of_adding, with_way
 from .subscripts import Subscripts
 from .vectors import DimSplit, RangeParts, RankParts, RankSpace, overlap
+from .workspace import DIRECT, SCATTERED
 
 ALL_ORDERS = 4
 """Axes up to which each order of a dim's axes is tried; beyond, the grid's and those in which the operands have them."""
@@ -47,6 +49,8 @@ class AnyRequest:
     c: Owned | None
     machine: Machine
     objective: str = "seconds"
+    workspace: int | None = None
+    """Bytes that each rank's workspace is at most."""
 
 
 class Combinations(NamedTuple):
@@ -79,12 +83,14 @@ def cheapest(request: AnyRequest) -> AnyPlan:
     Even layouts give each axis of several members to a letter: without them the fewest words are those of one rank that
     multiplies what it holds.
     """
-    found = []
+    found: list[tuple[Costed, ComputeLayouts]] = []
     for grid, target in _targets(request):
         search = ComputeLayouts(replace(request, c=target), grid)
-        found += [(each, search) for each in search.ranked()]
+        found += [(each, search) for each in search.ranked(None if request.workspace is not None else SHOWN + 1)]
     key = (lambda one: one[0][:3]) if request.objective == "seconds" else (lambda one: (one[0][1], one[0][0], one[0][2]))
     found.sort(key=key)  # a stable sort: of equals, the one that was enumerated first
+    if request.workspace is not None:
+        return bounded((search.plan_of(each) for each, search in found), request.workspace)
     best, search = found[0]
     plan = search.plan_of(best)
     others = tuple(
@@ -294,8 +300,8 @@ class ComputeLayouts:
 
     # -- results ------------------------------------------------------------------------------------------------------------
 
-    def ranked(self) -> list[Costed]:
-        """The best layouts, best first, one more than are shown."""
+    def ranked(self, count: int | None) -> list[Costed]:
+        """The best layouts, best first, so many; None, all."""
         every, request, ranks = self.all, self.request, len(self.space)
         (words_a, seconds_a), (words_b, seconds_b) = self._fetch("a", request.a), self._fetch("b", request.b)
         local, crowding = self._local(), request.machine.cluster.crowding(ranks)
@@ -311,7 +317,7 @@ class ComputeLayouts:
             tables.append(np.stack([*(column[at] for column in columns), at, np.full(len(at), way)]))
         table = np.concatenate(tables, axis=1)
         first, second = (0, 1) if request.objective == "seconds" else (1, 0)
-        order = np.lexsort((table[4], table[3], table[2], table[second], table[first]))[: SHOWN + 1]
+        order = np.lexsort((table[4], table[3], table[2], table[second], table[first]))[:count]
         found = table[:, order].T.tolist()
         return [Costed(seconds, words, messages, at, self.addings[way]) for seconds, words, messages, at, way in found]
 

@@ -176,8 +176,8 @@ def _agree(least: Mapping[str, int], most: Mapping[str, int], fixed: Mapping[str
             raise ConfigError(f"--fix {key}={fixed[key]} is not within --limit {' and '.join(given)}.")
 
 
-def bytes_of(text: str) -> float:
-    """Bytes of a size as text.
+def bytes_of(text: str, option: str = "--memory") -> float:
+    """Bytes of a size as text, which `option` has.
 
     >>> bytes_of("70GiB"), bytes_of("1.5 GB")
     (75161927680.0, 1500000000.0)
@@ -188,7 +188,7 @@ def bytes_of(text: str) -> float:
     except (KeyError, ValueError):
         size = 0.0
     if not 0 < size < inf:
-        raise ConfigError(f"--memory {text!r} is no size; write 70GiB, 80GB or a number of bytes.")
+        raise ConfigError(f"{option} {text!r} is no size; write 70GiB, 80GB or a number of bytes.")
     return size
 
 
