@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -246,7 +247,10 @@ class Calibration:
                 yield self.trial(sample, partial(first_of, act))
 
     def layers(self) -> Iterator[Trial]:
-        """A transformer block that has next to nothing to compute, on a grid of this rank alone: what its Python takes."""
+        """A transformer block that has next to nothing to compute, on a grid of this rank alone: what its Python takes.
+
+        Its products are those of grids of several ranks, and not torch's own layers.
+        """
         from mpi4py import MPI
 
         from ..nn.config import ModelConfig
@@ -259,6 +263,8 @@ class Calibration:
         entry, case = BlockEntry("cuboid", {"x": 1, "y": 1, "z": 1}, regather=False), Case(config, 1)
         runner = BlockRunner(entry, case, MPI.COMM_SELF)
         self.grids.append(runner.grid)
+        job = runner.grid.job
+        job.blas = job.blas._replace(worth={case.dtype: 0}, least=sys.maxsize)  # nothing is torch's layer, all torch's product
 
         def act() -> Any:
             y = runner.forward()
