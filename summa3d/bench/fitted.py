@@ -159,10 +159,12 @@ def _products(samples: Sequence[MeasuredTime]) -> tuple[dict[str, float], list[t
 
 def _attention(samples: Sequence[MeasuredTime], peak: float, residuals: list[tuple[MeasuredTime, float]]) -> dict[str, float]:
     """Parts of the peak that fused attention and its backward reach, and the keys at which both have half of that."""
-    ways = ("forward", "backward")
+    passes = ("forward", "backward")
 
     def rows(*terms: Callable[[MeasuredTime], float]) -> list[list[float]]:
-        return [[one.flops * one.products * term(one) * (one.name == way) for way in ways for term in terms] for one in samples]
+        return [
+            [one.flops * one.products * term(one) * (one.name == name) for name in passes for term in terms] for one in samples
+        ]
 
     slow, _ = solved(rows(lambda one: 1.0, lambda one: 1 / one.n), samples)
     half = min(sum(slow[1::2]) / max(sum(slow[::2]), np.finfo(float).tiny), DEVICE["attention.half"].most)

@@ -14,7 +14,7 @@ from .. import preemption
 from ..errors import ConfigError, DataError, GridError
 from ..figures import FORMATS
 from ..files import whole
-from ..launch.runtime import threads_are_free
+from ..launch.runtime import leave_core, threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
@@ -233,6 +233,8 @@ def run(args: argparse.Namespace) -> int:
             print(json.dumps(ended) if args.json else f"nothing to do: {steps}", flush=True)
         return 0
     one_thread_if_small(config.model, config.train.micro_batch * config.model.sequence // MPI.COMM_WORLD.size)
+    if config.grid.pp > 1:
+        leave_core()
     check_trace_arguments(args, MPI.COMM_WORLD)
     traced = None if args.trace is None else TraceWindow(args.trace, *(args.trace_steps or TRACED))
     if config.train.signal:

@@ -203,6 +203,15 @@ def take_core(place: int) -> None:
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
+def leave_core() -> None:
+    """Let this process run on all cores that were available before `take_core`: where ranks are not busy all at once.
+
+    Stages of a pipeline wait for one another at its beginning and end, and the last has the most to do.
+    """
+    if CORES_VARIABLE in os.environ:
+        os.sched_setaffinity(0, _cores())
+
+
 @contextmanager
 def on_all_cores() -> Iterator[None]:
     """A context in which this thread, and threads that it starts, may run on all cores that were available before `take_core`."""

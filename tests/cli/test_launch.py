@@ -275,6 +275,16 @@ def test_a_python_before_the_script_and_a_program_that_is_none_are_named(tmp_pat
         assert ended.status == 1 and ended.stderr.startswith("LaunchError: ") and ended.stderr.endswith(message + "\n"), ended
 
 
+@pytest.mark.skipif(usable_cores() < 2 or not hasattr(os, "sched_setaffinity"), reason="needs two cores")
+def test_a_rank_of_a_pipeline_leaves_the_core_that_it_took() -> None:
+    code = (
+        "from summa3d.launch.runtime import leave_core, take_core\nfrom summa3d.node_support import affinity\n"
+        "for act in (leave_core, lambda: take_core(1), leave_core):\n    act()\n    print(*affinity())"
+    )
+    first, bound, free = jobs.run_serial(["-c", code]).stdout.splitlines()
+    assert first == free and bound == first.split()[1]
+
+
 def test_threads_that_the_user_has_set_stay_and_others_are_shared_and_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*THREAD_VARIABLES, *runtime.SPIN_VARIABLES, runtime.SHARE_VARIABLE):
         monkeypatch.setenv(name, "")  # so that what is set here ends with the test
