@@ -20,8 +20,8 @@ def full_state_dict(module: nn.Module, root_only: bool = False) -> dict[str, Ten
     """The whole tensors of a module, under the names of its `state_dict`; collective over the grid.
 
     What torch's own module would have: a Linear's weight is [outputs, inputs], the transpose of summa3d's; tables, norms and
-    biases are the same. q, k and v of a fused weight stay joined, rows ordered [head][q, k, v][d]. Parameters and buffers of
-    torch's own layers are this rank's, copied. ``module.state_dict()`` has this rank's blocks alone.
+    biases are the same. q, k and v of a fused weight stay joined, rows ordered by head, then q, k, v, then d. Parameters and
+    buffers of torch's own layers are this rank's, copied. ``module.state_dict()`` has this rank's blocks alone.
 
     Parameters
     ----------
