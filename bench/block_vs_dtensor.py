@@ -83,7 +83,7 @@ def quotient(own: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
 def measure(rounds: int) -> None:
     """Run on every rank: select the fastest entries of each kind, time them and DTensor in turn, and print JSON on rank 0."""
     world, found = on_machine()
-    from summa3d.cli.block import QUIET_PROFILER
+    from summa3d.cli.bench.block import QUIET_PROFILER
 
     os.environ.setdefault(*QUIET_PROFILER)
     from summa3d.bench.blocks import BlockRunner, Case, facts, rows_of, timed

@@ -147,7 +147,7 @@ def measure(pairs: list[str], rounds: int, small: bool, plain: bool) -> None:
         world = MPI.COMM_WORLD
     else:
         world = started()
-    from summa3d.cli.block import QUIET_PROFILER
+    from summa3d.cli.bench.block import QUIET_PROFILER
 
     os.environ.setdefault(*QUIET_PROFILER)
     import numpy as np

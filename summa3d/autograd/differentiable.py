@@ -111,10 +111,9 @@ class Product(ABC):
 
         Its graph is torch's, whose backward calls no Python.
         """
-        grid = self.executor.grid
-        if not self.is_linear or a.device.type != "cpu" or grid.ledger.by_steps:
+        if not self.is_linear or a.device.type != "cpu" or self.executor.grid.ledger.by_steps:
             return False
-        worth = grid.job.blas.worth.get(dtype_name(a)) if grid.job.blas.worth else None
+        worth = self.executor.grid.job.blas.worth.get(dtype_name(a))
         return worth is None or a.numel() * b.numel() < worth * a.shape[-1]
 
     @cached_property

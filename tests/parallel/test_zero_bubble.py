@@ -158,6 +158,8 @@ class Timed(Product):
     What is given is full of the time since when it is.
     """
 
+    is_linear = False
+
     def __init__(self, piped: Piped, seconds: float, clock: FakeClock) -> None:
         self.in_flight, self.rows = InFlight(state=piped.model.context.state), None
         self.seconds, self.clock = seconds, clock
