@@ -15,7 +15,7 @@ from typing import Any
 
 from block_vs_dtensor import gloo_mesh
 from common import about, conclude, itself, options, save
-from gemm_vs_heat import FOLDER, INSTALL, imported
+from gemm_vs_heat import FOLDER, has_heat, imported
 from pmpi import preloaded, received_bytes
 from race import check, in_turn
 from ranks import in_range, on_machine, tell
@@ -49,8 +49,7 @@ def main() -> None:
     reader.add_argument("--packages", type=Path, default=FOLDER, metavar="DIR", help="Import heat from this folder.")
     reader.add_argument("--count", action="store_true", help="Count words alone.")
     args = reader.parse_args()
-    if not (args.packages / "heat").is_dir():
-        print(f"heat is not compared: it is not in {args.packages}. " + INSTALL.format(folder=args.packages))
+    if not has_heat(args.packages):
         return
     if args.on_ranks:
         return on_ranks(args)

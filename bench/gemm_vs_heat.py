@@ -25,12 +25,19 @@ def main() -> None:
     reader = parser(__doc__)
     reader.add_argument("--packages", type=Path, default=FOLDER, metavar="DIR", help="Import heat from this folder.")
     args = reader.parse_args()
-    if not (args.packages / "heat").is_dir():
-        print(f"heat is not compared: it is not in {args.packages}. " + INSTALL.format(folder=args.packages))
+    if not has_heat(args.packages):
         return
     if args.on_ranks:
         return on_ranks(args)
     start("heat", args)
+
+
+def has_heat(packages: Path) -> bool:
+    """Whether heat is in this folder; where it is not, says how it is installed."""
+    found = (packages / "heat").is_dir()
+    if not found:
+        print(f"heat is not compared: it is not in {packages}. " + INSTALL.format(folder=packages))
+    return found
 
 
 def on_ranks(args: Any) -> None:

@@ -230,9 +230,9 @@ def norms_and_votes(
     votes : for each group whatever ranks have to agree on once a step; sums are exact up to 2⁵³
     norm_type : 2, 1 or inf
 
-    Every element is counted once, in float64, by its primary rank. Moves one all-reduce of one complex word a group, whose
-    imaginary part are the votes; with inf an all-gather. A norm is finite only if all its gradients on all ranks are finite,
-    copies included, so that all ranks take the same decision. The host synchronizes with a device once.
+    Every element is counted once, by its primary rank, and norms have seven digits or more. Moves one all-reduce of one complex
+    word a group, whose imaginary part are the votes; with inf an all-gather. A norm is finite only if all its gradients on all
+    ranks are finite, copies included, so that all ranks take the same decision. The host synchronizes with a device once.
     """
     norms = iter(_read([one for group in groups for one, _ in group], norm_type))
     mine = np.zeros(len(groups), complex)

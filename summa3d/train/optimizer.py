@@ -16,6 +16,7 @@ from ..nn.copies import grid_of
 from ..nn.gradients import TINY, norm_and_votes
 from ..nn.muon.matrices import matrices_of
 from ..nn.muon.newton_schulz import SCALES, NewtonSchulz, averaged
+from ..nn.muon.optimizer import closure_loss
 from ..nn.muon.orthogonalise import MatrixOwners
 from ..nn.parameter import ShardedParameter
 from ..parallel.replicas import Replicas
@@ -207,10 +208,7 @@ class ZeroAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; collective over the grid. closure : computes the loss again, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         self._replicas.reduce()
         self._replicas.settle(0.0)
         self.norm, _ = norm_and_votes(self.adamw.counted_gradients(), self._grid)

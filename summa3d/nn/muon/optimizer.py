@@ -18,6 +18,14 @@ from .newton_schulz import SCALES, NewtonSchulz, averaged
 from .orthogonalise import MatrixOwners
 
 
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
+    """The loss that a step's closure computes, with gradients; None without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
 class Muon(torch.optim.Optimizer):
     """torch.optim.Muon of the whole matrices, for weights of summa3d's layers, of which each rank holds a block.
 
@@ -100,10 +108,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; collective over the grid. closure : computes the loss again, which is returned."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         mine = {name: self._parameters[name] for name in self._shapes}
         found = self._owners.orthogonalised({name: self._averaged(p, groups[id(p)]) for name, p in mine.items()})
