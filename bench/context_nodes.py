@@ -1,0 +1,158 @@
+"""Benchmark of a ring of contexts between emulated nodes: its forward beside its arithmetic and its messages alone.
+
+Sequences are such that both take alike on this machine: a rank's rate is measured first. Predictions are printed before a case
+runs. Needs root.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from common import conclude, environment, from_ranks, note, options, printed, save
+from ranks import in_turn, on_machine, seconds, started, tell
+
+NODES, PORT = (2, 4), 100e6 / 8
+"""Nodes, and bytes a second of a port."""
+HEADS, SIZE = 8, 64
+MORE = 1.4
+"""Arithmetic ÷ messages: with two nodes a hop has the own block alone to hide behind."""
+LEAST, OFF = 0.85, 0.1
+
+
+def main() -> None:
+    """Measure the ring on each number of nodes; print a row each and the claims."""
+    parser = options(__doc__, 5)
+    parser.add_argument("--nodes", type=int, action="append", help="Run on so many nodes alone. May be repeated.")
+    parser.add_argument("--positions", type=int, help="Take so many for each context in place of measuring the rate.")
+    args = parser.parse_args()
+    if args.on_ranks:
+        return on_a_rank(args)
+    load, rows = os.getloadavg()[0], []
+    for nodes in args.nodes or NODES:
+        positions = args.positions or positions_of(from_ranks(2, __file__, "--on-ranks")["rate"], nodes)
+        folded, unfolded = work_of(nodes)
+        note(f"load {load:.1f}; {nodes} nodes, {positions} positions each; unfolded ÷ folded is to be {unfolded / folded:.2f}")
+        network = ["--emulate", f"nodes={nodes},port=100mbit", "-n", str(nodes)]
+        arguments = ["--on-ranks", "--positions", str(positions), "--rounds", str(args.rounds)]
+        command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
+        rows.append(json.loads(printed(command, environment()).splitlines()[-1]))
+        print(line(rows[-1]))
+    save({"kind": "contexts between nodes", "load": load, "rows": rows}, args.json)
+    conclude(claims(rows))
+
+
+def work_of(contexts: int) -> tuple[float, float]:
+    """Squares of a context's positions that the busiest one attends to, folded and not, where arithmetic takes all the time."""
+    return contexts / 2, contexts - 0.5
+
+
+def positions_of(rate: float, contexts: int) -> int:
+    """The positions of a context whose messages take 1/MORE of its arithmetic, at pairs of a query and a key a second."""
+    bytes_each = (contexts - 1) * 2 * HEADS * SIZE * 4
+    return max(64, int(MORE * bytes_each / PORT * rate / work_of(contexts)[0]) // 64 * 64)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row in milliseconds, and its ratios."""
+    taken = {name: 1e3 * median(times) for name, times in row["seconds"].items()}
+    figures = ", ".join(f"{name} {figure:.0f} ms" for name, figure in taken.items())
+    ratios = f"max ÷ folded {row['reached']:.2f}, unfolded ÷ folded {row['unfolded']:.2f} of {row['computed']:.2f}"
+    return (
+        f"{row['nodes']} nodes, {row['positions']} positions: {figures}; {ratios}; folded ÷ predicted {row['as_predicted']:.2f}"
+    )
+
+
+def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """What must hold on nodes with a core each."""
+    own = [row for row in rows if row["nodes"] == 2]
+    return [
+        claim
+        for row in own
+        for claim in (
+            (f"max(arithmetic, messages) ≥ {LEAST} of the folded ring: {row['reached']:.2f}", row["reached"] >= LEAST),
+            (
+                f"unfolded ÷ folded within {OFF:.0%} of what is computed: {row['unfolded']:.2f}, {row['computed']:.2f}",
+                abs(row["unfolded"] / row["computed"] - 1) <= OFF,
+            ),
+        )
+    ]
+
+
+def on_a_rank(args: Any) -> None:
+    """Run on every rank: the rate of a core, or the ring; rank 0 prints JSON."""
+    if args.positions is None:
+        world, _ = on_machine()
+        acts = acts_of(world, 1024)
+        taken = median(in_turn({"": timed(world, acts["arithmetic"])}, 5, 1)[""])
+        return tell(world, {"rate": work_of(world.size)[0] * 1024**2 / taken})
+    world = started()
+    tell(world, measured(world, args.positions, args.rounds))
+
+
+def timed(world: Any, act: Callable[[], object]) -> Callable[[], float]:
+    """A stopwatch of an act on all ranks, until the last is done."""
+    return lambda: world.Barrier() or seconds(lambda: (act(), world.Barrier()))
+
+
+def acts_of(world: Any, positions: int) -> dict[str, Callable[[], object]]:
+    """What is timed: the arithmetic of a folded and of an unfolded ring, the messages of one, and both rings."""
+    import torch
+
+    from summa3d.comm.grid import Grid
+    from summa3d.nn.context_parallel.attention import attend
+    from summa3d.nn.context_parallel.moves import RingMoves
+    from summa3d.nn.context_parallel.options import ContextOptions
+    from summa3d.nn.context_parallel.split import ContextSplit
+    from summa3d.nn.context_parallel.tiles import AttendedSum
+
+    axis = Grid(world, {"cp": world.size})["cp"]
+    q, kv = torch.randn(1, HEADS, positions, SIZE), torch.randn(2, 1, HEADS, positions, SIZE)
+    splits = {name: ContextSplit(axis.size, axis.index, ContextOptions("ring", name == "")) for name in ("", "unfolded ")}
+
+    def multiply(split: ContextSplit) -> None:
+        found = AttendedSum(q)
+        for hop in range(axis.size):
+            for tile in split.tiles((axis.index - hop) % axis.size, positions):
+                found.add(kv, tile, None)
+
+    def run(split: ContextSplit) -> None:
+        with torch.no_grad():
+            attend(q, kv, split, RingMoves(axis), True, lambda tile, source: None)
+
+    acts: dict[str, Callable[[], object]] = {"messages": lambda: [*RingMoves(axis).blocks(kv)]}
+    for name, split in splits.items():
+        acts[f"{name}arithmetic"] = lambda split=split: multiply(split)
+        acts[name.strip() or "folded"] = lambda split=split: run(split)
+    return acts
+
+
+def measured(world: Any, positions: int, rounds: int) -> dict[str, Any]:
+    """The seconds of all acts in turn, and what is computed of those alone; collective."""
+    times = in_turn({name: timed(world, act) for name, act in acts_of(world, positions).items()}, rounds, 1)
+    taken = {name: median(one) for name, one in times.items()}
+    hops, messages = world.size - 1, taken["messages"]
+    predicted, computed = (
+        sum(max(share, messages / hops) for share in shares[:-1]) + shares[-1]
+        for shares in (
+            [taken["arithmetic"] / world.size] * world.size,
+            [taken["unfolded arithmetic"] / (2 * hops + 1) * (1 if hop == 0 else 2) for hop in range(world.size)],
+        )
+    )
+    return {
+        "nodes": world.size,
+        "positions": positions,
+        "seconds": times,
+        "reached": max(taken["arithmetic"], messages) / taken["folded"],
+        "unfolded": taken["unfolded"] / taken["folded"],
+        "computed": computed / predicted,
+        "as_predicted": taken["folded"] / predicted,
+    }
+
+
+if __name__ == "__main__":
+    main()
