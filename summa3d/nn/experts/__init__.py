@@ -1,0 +1,1 @@
+"""Mixtures of experts: the router, where tokens go, and the layer of experts."""

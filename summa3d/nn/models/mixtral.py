@@ -1,0 +1,12 @@
+"""The Mixtral family and its kin: decoders whose feed-forward layers are experts, of which each token takes some."""
+
+from __future__ import annotations
+
+from .base import LanguageModel
+
+
+class Mixtral(LanguageModel):
+    """A decoder-only transformer of the families mixtral, qwen2_moe, qwen3_moe and olmoe (`MoE`).
+
+    Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
+    """

@@ -1,0 +1,73 @@
+"""Outer axes as data: those around the grid of a stage that the planner searches beside replicas and stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from ..errors import ConfigError, LayoutError
+from ..nn.config import ModelConfig
+from ..nn.context_parallel.options import ContextOptions
+from ..nn.context_parallel.split import ContextSplit
+
+
+class OuterAxis(NamedTuple):
+    """An axis around the grid of a stage, along which ranks hold copies of dense weights.
+
+    A search gives it every size that divides the ranks, where sequences are long enough, or --fix or --limit names it. What its
+    ranks compute, keep and move is what the dry run traces of a configuration with it; a size or choice that the run itself
+    refuses is no plan.
+
+    name : of `comm.topology.OUTER` and `GridConfig`. splits_rows : whether its ranks take other rows of a micro-batch, as
+    replicas do; else all take the same rows, and other positions of them. misfit : (model, sizes of all axes of a stage, values
+    of `choices`) → why that cannot be, said before anything is traced, or "". choices : dotted key of a configuration → the
+    values that are searched where the axis has several ranks. sequence : the fewest positions of sequences that are searched with
+    it unasked. mixtures : whether models with experts alone are searched with it
+    """
+
+    name: str
+    splits_rows: bool
+    misfit: Callable[[ModelConfig, Mapping[str, int], Mapping[str, Any]], str]
+    choices: Mapping[str, tuple[Any, ...]] = {}
+    sequence: int = 1
+    mixtures: bool = False
+
+    def is_searched(self, model: ModelConfig, asked: Collection[str]) -> bool:
+        """Whether plans of a model have it. asked : the dotted keys that are fixed or limited."""
+        if self.mixtures and not model.num_experts:
+            return False
+        return model.sequence >= self.sequence or not {f"grid.{self.name}", *self.choices}.isdisjoint(asked)
+
+
+def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
+    """Why contexts cannot split a model's sequences, whatever the scheme is; empty where they can.
+
+    >>> context_misfit(ModelConfig(family="gpt2", sequence=18), {"cp": 4}, {"context.kind": "ring"})
+    'sequence 18 cannot be split over cp = 4: contexts (ring) take 2·4 equal parts, two for each.'
+    """
+    split = ContextSplit(grid["cp"], options=ContextOptions(values["context.kind"]))
+    try:
+        split.check_family(model.family, model.attention_dropout)
+        split.check(model.sequence, model.heads)
+    except (ConfigError, LayoutError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def expert_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
+    """Why ranks cannot share a model's experts; empty where they can.
+
+    >>> expert_misfit(ModelConfig(family="mixtral"), {"ep": 9}, {})
+    'ep 9 is more than 8 experts'
+    """
+    return "" if grid["ep"] <= model.num_experts else f"ep {grid['ep']} is more than {model.num_experts} experts"
+
+
+LONG = 65_536
+"""Positions of a sequence from which on a search has contexts unasked: each of their sizes and kinds has cells to trace."""
+
+SEARCHED: tuple[OuterAxis, ...] = (
+    OuterAxis("cp", False, context_misfit, {"context.kind": ("gather", "ring", "heads")}, LONG),
+    OuterAxis("ep", True, expert_misfit, mixtures=True),
+)
+"""The axes that are searched, in the order of ranks; `dp` and `pp`, to which ZeRO and schedules belong, are always."""
