@@ -1,0 +1,342 @@
+"""A module of torch's layers on a grid: linear layers, tables and norms are replaced, the rest of its code runs as it is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...comm.topology import describe, replica_axes
+from ...errors import ConfigError
+from ...layout.layout import Layout
+from ..context import Context
+from ..layers.linear import Linear
+from ..parameter import ShardedParameter
+from .layers import FusedParts, PositionTable, TokenTable, VocabularyHead, keep, loss_of, new_norm
+from .model import adopt_class
+from .norms import recognise
+from .probe import compare, record
+from .report import AdoptedLayer, Adoption
+from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, config_number, plan_of, styles_of
+from .sizes import check_needs, check_scheme, of_batch, of_heads
+from .trace import FLAT, HEADS, STREAM, Uses, trace
+
+GlobalInputs = Mapping[str, Tensor] | tuple[Tensor, ...]
+NUMBERS_OF_HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_key_value_heads", "num_kv_heads")
+"""Attributes of an attention module, and of its config, that become a rank's own."""
+OF_ROWS = ("attention_mask", "position_ids")
+"""Global [b, s] inputs that attention alone reads: cut as its rows."""
+GLOBAL = ("input_ids", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
+"""GlobalInputs that are passed on whole: layers take this rank's part of them."""
+ATTENTIONS = ("eager", "sdpa")
+
+
+def parallelise(
+    module: nn.Module, scheme: Context, plan: Mapping[str, str] | None = None, probe: GlobalInputs | bool | None = None
+) -> nn.Module:
+    """Run a module of torch's layers on a grid: replace its layers in place, keep its code, and return it.
+
+    Parameters
+    ----------
+    module : a causal language model of Transformers, or a module of your own; the same weights on every rank
+    scheme : what `nn.scheme` returns; any that keeps sequences whole
+    plan : names of linear layers (the last components; * is anything but a dot) → "first", which leaves the residual stream, or
+        "second", which returns to it. Default, the model's own `base_model_tp_plan`
+    probe : a small global batch, as keywords or positional: outputs of layers and gradients of all parameters are compared with
+        the unsplit module's, in its dtype. Default, ids or rows are made up for a plan of your own, and none for a listed
+        model; False, none
+
+    Linear layers, token and position tables, the head and norms become those of `summa3d.nn`, with the module's weights under
+    the module's names. Parameters that stay are copies, whose gradients are summed. GlobalInputs are global, equal on every rank:
+    ``model(input_ids=ids, labels=labels).loss`` is the loss of the whole batch, and logits are this rank's block. Other modules
+    than Transformers' get their floating-point inputs [b, s, h] cut likewise, and return this rank's block.
+    ``print(model.adoption)`` says what became of each layer, ``model.adoption.table(rows)`` with the words of each product.
+
+    Moves nothing but the probe. Raises ConfigError, naming the layer, for what differs in the probe and for what it cannot run:
+    patterns that match nothing, linear layers that the plan lacks, unknown styles, experts, dropout, reductions over split dims;
+    LayoutError, naming grids that fit, for heads that axes do not divide, and for schemes that split sequences. What only the
+    probe sees: code that reads a global size by itself.
+    """
+    check_scheme(scheme)
+    config = getattr(module, "config", None)
+    is_listed = plan is None
+    output: Any = getattr(module, "get_output_embeddings", lambda: None)
+    head = output()
+    styles = styles_of(module, plan_of(module) if plan is None else plan, head)
+    adopter = _Adopter(module, scheme, styles, head, config)
+    if config is not None and is_listed:
+        adopter.check_config()
+    inputs = _small(module, scheme) if probe is None or isinstance(probe, bool) else probe
+    uses = trace(module, adopter.traced_roles(), inputs)
+    compared = (plan is not None if probe is None else probe is not False) and uses.result is not None
+    layers = dict.fromkeys([*uses.tables, *(name for name, style in styles.items() if STYLES[style] != KEPT)])
+    before = record(module, inputs, layers) if compared else None
+    adopter.replace(uses)
+    module.register_forward_pre_hook(partial(_cut, scheme, config is not None and is_listed), with_kwargs=True)
+    module.adoption = adopter.report  # type: ignore[assignment]
+    if hasattr(module, "save_pretrained"):
+        adopt_class(module)
+    if before is not None:
+        layouts = {name: adopter.inner if STYLES[styles.get(name, SECOND)] == FIRST else scheme.residual for name in layers}
+        layouts |= {name: Layout((), scheme.residual.dims[-1]) for name, of_ids in uses.tables.items() if not of_ids}
+        compare(module, scheme, inputs, before, layouts, scheme.residual if uses.result == STREAM else adopter.inner)
+    return module
+
+
+def _small(module: nn.Module, scheme: Context) -> GlobalInputs:
+    """A batch that the grid can split: ids where the module has a token table, else rows as wide as its first linear layer's."""
+    stream, inner = scheme.residual, scheme.scheme.after_linear(scheme.residual)
+    shape, generator = scheme.scheme.shape, torch.Generator().manual_seed(1)
+    rows = 2 * lcm(stream.num_shards(0, shape), inner.num_shards(0, shape))
+    output: Any = getattr(module, "get_output_embeddings", None)
+    first = next((one for one in module.modules() if isinstance(one, (nn.Embedding, nn.Linear))), None)
+    if isinstance(first, nn.Linear) and output is None:
+        return (torch.randn(rows, 5, first.in_features, generator=generator, dtype=first.weight.dtype),)
+    vocabulary = first.num_embeddings if isinstance(first, nn.Embedding) else 1
+    ids = torch.randint(0, vocabulary, (rows, 5), generator=generator)
+    return (ids,) if output is None else {"input_ids": ids}
+
+
+class _Adopter:
+    """The replacement of one module's layers."""
+
+    def __init__(self, module: nn.Module, scheme: Context, styles: Mapping[str, str], head: Any, config: Any) -> None:
+        self.module, self.scheme, self.styles, self.config = module, scheme, styles, config
+        self.modules = dict(module.named_modules())
+        self.names = {id(one): name for name, one in self.modules.items()}
+        self.canonical = {id(p): name for name, p in module.named_parameters()}
+        self.head = self.names.get(id(head)) if head is not None else None
+        self.inner = scheme.scheme.after_linear(scheme.residual)
+        self.report = Adoption()
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Raise ConfigError for a module at two places, and for a parameter that two linear layers share."""
+        places: dict[int, list[str]] = {}
+        for name, one in self.module.named_modules(remove_duplicate=False):
+            if next(one.parameters(recurse=False), None) is not None:
+                places.setdefault(id(one), []).append(name)
+        shared = [names for names in places.values() if len(names) > 1]
+        weights: dict[int, list[str]] = {}
+        for name in self.styles:
+            for p in self.modules[name].parameters(recurse=False):
+                weights.setdefault(id(p), []).append(name)
+        shared += [names for names in weights.values() if len(names) > 1]
+        if shared:
+            raise ConfigError(
+                f"{' and '.join(shared[0])} share their parameters, and would be replaced apart. Give each its own."
+            )
+
+    def check_config(self) -> None:
+        """Raise ConfigError for an unknown implementation of attention; LayoutError where axes do not divide the heads."""
+        name = getattr(self.config, "_attn_implementation", None)
+        if name not in ATTENTIONS:
+            raise ConfigError(
+                f"the attention {name!r} is not known to read a rank's block alone. Set attn_implementation to one of "
+                f"{', '.join(ATTENTIONS)}."
+            )
+        sizes = {
+            key: value for key in ("num_attention_heads", "num_key_value_heads") if (value := config_number(self.config, key))
+        }
+        stream, inner = (layout.num_shards(0, self.scheme.scheme.shape) for layout in (self.scheme.residual, self.inner))
+        check_needs(self.scheme, of_heads(self.scheme, sizes))
+        if stream != inner:
+            raise ConfigError(
+                f"attention reads the number of its rows off the residual stream, which is split in {stream} here, its heads' "
+                f"rows in {inner} (grid {describe(self.scheme.scheme.shape)}). Take a grid with y = z."
+            )
+
+    def traced_roles(self) -> dict[str, str]:
+        """The layer under whose name a role's weight is found → the role; a tied head's is the table's."""
+        roles = {name: STYLES[style] for name, style in self.styles.items() if STYLES[style] != KEPT}
+        if self.head is not None:
+            roles[self.head] = HEAD
+        return {self.canonical[id(self.modules[name].weight)].rpartition(".")[0]: role for name, role in roles.items()}
+
+    def replace(self, uses: Uses) -> None:
+        """Replace every layer; all is checked before the first one changes."""
+        made: dict[str, nn.Module] = {}
+        for name, of_ids in uses.tables.items():
+            made[name] = self._table(name, of_ids)
+        for name, style in self.styles.items():
+            if STYLES[style] != KEPT:
+                made[name] = self._linear(name, style)
+        if self.head is not None:
+            made[self.head] = self._head(self.head, made)
+        for name, (place, n) in uses.norms.items():
+            norm = self._norm(name, place, n)
+            if norm is not None:
+                made[name] = norm
+        kept = self._kept(uses, made)
+        for name, p in kept.items():
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.modules[owner], leaf, p)
+        for name, layer in made.items():
+            self._put(name, layer)
+        self._local_heads()
+
+    def _put(self, name: str, layer: nn.Module) -> None:
+        owner, _, leaf = name.rpartition(".")
+        was = self.modules[name]
+        layer.train(was.training)
+        setattr(self.modules[owner], leaf, layer)
+        now = f"{type(layer).__name__}({layer.extra_repr()})"
+        self.report.layers.append(AdoptedLayer(name, type(was).__name__, now, layer))
+
+    def _linear(self, name: str, style: str) -> nn.Module:
+        old: Any = self.modules[name]
+        k, n, bias, dtype = old.in_features, old.out_features, old.bias is not None, old.weight.dtype
+        new: nn.Module
+        if STYLES[style] == SECOND:
+            new = Linear(k, n, self.scheme, self.inner, bias=bias, dtype=dtype)
+        elif widths := self._widths(style, n):
+            new = FusedParts(k, widths, self.scheme, bias, dtype)
+            for part, *whole in zip(new.parts, *(p.split(widths) for p in old.parameters()), strict=True):
+                _fill(part, dict(zip(("weight", "bias"), whole, strict=False)))
+            return new
+        else:
+            new = Linear(k, n, self.scheme, bias=bias, dtype=dtype)
+        return _fill(new, dict(old.named_parameters()))
+
+    def _widths(self, style: str, n: int) -> list[int] | None:
+        """The widths of q, k and v, or of gate and up, where a layer is all of them side by side."""
+        if style != "colwise_gather_output" or self.config is None:
+            return None
+        heads, f = config_number(self.config, "num_attention_heads"), config_number(self.config, "intermediate_size")
+        h, kv = config_number(self.config, "hidden_size"), config_number(self.config, "num_key_value_heads") or heads
+        if heads and h and kv:
+            d = config_number(self.config, "head_dim") or h // heads
+            if n == (heads + 2 * kv) * d:
+                return [heads * d, kv * d, kv * d]
+        return [f, f] if f and n == 2 * f else None
+
+    def _table(self, name: str, of_ids: bool) -> nn.Module:
+        old: Any = self.modules[name]
+        scale = getattr(old, "embed_scale", None)
+        if (type(old) is not nn.Embedding and scale is None) or old.max_norm is not None or old.sparse or old.scale_grad_by_freq:
+            raise ConfigError(f"{name}, a {type(old).__name__}, embeds in a way that is not known: {old}.")
+        v, h, dtype = old.num_embeddings, old.embedding_dim, old.weight.dtype
+        if not of_ids:
+            return _fill(PositionTable(v, h, self.scheme, dtype), {"weight": old.weight})
+        scale = torch.as_tensor(scale) if scale is not None else None
+        return _fill(TokenTable(v, h, self.scheme, dtype, old.padding_idx, scale), {"weight": old.weight})
+
+    def _head(self, name: str, made: Mapping[str, nn.Module]) -> nn.Module:
+        old: Any = self.modules[name]
+        if type(old) is not nn.Linear:
+            raise ConfigError(f"the head {name} is a {type(old).__name__}; heads are torch.nn.Linear.")
+        new = VocabularyHead(old.out_features, old.in_features, self.scheme, old.weight.dtype, old.bias is not None)
+        _fill(new, dict(old.named_parameters()))
+        table = made.get(self.canonical[id(old.weight)].rpartition(".")[0])
+        if isinstance(table, TokenTable):
+            new.weight = table.weight
+        self.module.loss_function = loss_of(self.scheme, new.logits_layout, self._check_alone)  # type: ignore[assignment]
+        return new
+
+    def _check_alone(self) -> None:
+        shape = self.scheme.whole.shape
+        if replicas := {axis: shape[axis] for axis in replica_axes(shape)}:
+            raise ConfigError(
+                f"A loss on replicas ({describe(replicas)}) needs num_items_in_batch, the labels of the whole step."
+            )
+
+    def _norm(self, name: str, place: str, n: int) -> nn.Module | None:
+        old = self.modules[name]
+        kind = recognise(name, old, n)
+        if place == HEADS and n == self._head_size():
+            return None  # a rank has all of what is normed: its vectors stay
+        layouts = {STREAM: self.scheme.residual, FLAT: self.inner, HEADS: self.inner}
+        if place not in layouts:
+            raise ConfigError(f"{name} norms {place}, which no model does that was tried.")
+        vectors = dict(old.named_parameters())
+        dtype = next(iter(vectors.values())).dtype if vectors else torch.float32
+        return _fill(new_norm(kind, n, list(vectors), self.scheme, layouts[place], dtype), vectors)
+
+    def _head_size(self) -> int | None:
+        heads, h = (config_number(self.config, key) for key in ("num_attention_heads", "hidden_size"))
+        return config_number(self.config, "head_dim") or (h // heads if h and heads else None)
+
+    def _kept(self, uses: Uses, made: Mapping[str, nn.Module]) -> dict[str, ShardedParameter]:
+        """The parameters that stay where they are, as copies."""
+        kept = {}
+        sizes = {1, *([d] if (d := self._head_size()) else [])}
+        for name, p in self.module.named_parameters():
+            owner = name.rpartition(".")[0]
+            if owner in made:
+                continue
+            places = uses.places.get(name, set())
+            if owner in uses.norms:
+                places = {uses.norms[owner][0]}
+            if len(places) > 1 or (p.numel() != 1 and (places - {HEADS} or p.shape[-1] not in sizes)):
+                raise ConfigError(
+                    f"the parameter {name} {list(p.shape)} is used in {' and '.join(sorted(places)) or 'no place that was seen'},"
+                    " where a rank has a block alone: only linear layers, tables and norms are split."
+                )
+            place = next(iter(places), None)
+            split = {None: Layout(), STREAM: self.scheme.residual}.get(place, self.inner)
+            plane = [axis for axes in split.dims for axis in axes]
+            kept[name] = keep(p, self.scheme, plane)
+            summed = f", its gradient summed over {'·'.join(plane)}" if plane else ""
+            self.report.layers.append(AdoptedLayer(name, str(list(p.shape)), f"a copy on all ranks{summed}"))
+        return kept
+
+    def _local_heads(self) -> None:
+        """Let the modules that hold a first linear layer count a rank's own heads."""
+        num_shards = self.scheme.columns(self.inner).size
+        owners = {name.rpartition(".")[0] for name, style in self.styles.items() if STYLES[style] == FIRST}
+        for name in owners:
+            owner: Any = self.modules[name]
+            own = [owner]
+            if num_shards > 1 and hasattr(getattr(owner, "config", None), "num_attention_heads"):
+                owner.config = copy.copy(owner.config)
+                if not getattr(owner.config, "head_dim", None) and self._head_size():
+                    owner.config.head_dim = self._head_size()
+                own.append(owner.config)
+            for one in own:
+                for key in NUMBERS_OF_HEADS:
+                    count = vars(one).get(key)
+                    if isinstance(count, int) and count % num_shards == 0:
+                        setattr(one, key, count // num_shards)
+
+
+def _fill(new: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
+    """Write this rank's blocks of whole weights, in torch's layout; weights on the meta device are left for a folder's."""
+    turned: Sequence[str] = getattr(new, "transposed_in_torch", ())
+    for name, value in whole.items():
+        p: Any = getattr(new, name)
+        if not value.is_meta:
+            p.data.copy_((value.t() if name in turned else value).detach()[p.sharding.slices(p.grid)])
+        p.requires_grad_(value.requires_grad)
+    return new
+
+
+def _cut(scheme: Context, is_listed: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Check global inputs, and cut those that no layer cuts."""
+    named = {**{f"input {place}": one for place, one in enumerate(args)}, **kwargs}
+    tensors = {name: one for name, one in named.items() if isinstance(one, Tensor)}
+    if tensors:
+        check_needs(scheme, of_batch(scheme, len(next(iter(tensors.values())))))
+    cut: Callable[[str, Any], Any] = partial(_part, scheme, is_listed)
+    return tuple(cut(f"input {place}", one) for place, one in enumerate(args)), {k: cut(k, one) for k, one in kwargs.items()}
+
+
+def _part(scheme: Context, is_listed: bool, name: str, given: Any) -> Any:
+    if not isinstance(given, Tensor) or name in GLOBAL:
+        return given
+    grid, stream = scheme.grid, scheme.residual
+    if name in OF_ROWS and given.dim() == 2:
+        inner = scheme.scheme.after_linear(stream)
+        return given if len(given) == 1 else given[Layout(inner.dims[0], ()).slices(given.shape, grid.shape, grid.coordinates)]
+    if given.is_floating_point() and given.dim() > 1:
+        middle = ((),) * (given.dim() - 2)
+        return given[
+            Layout(stream.dims[0], *middle, stream.dims[-1]).slices(given.shape, grid.shape, grid.coordinates)
+        ].contiguous()
+    if is_listed and not name.startswith("input "):
+        raise ConfigError(f"the input {name} has no known meaning for a rank's block; known: {', '.join((*GLOBAL, *OF_ROWS))}.")
+    return given

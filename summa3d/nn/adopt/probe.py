@@ -1,0 +1,116 @@
+"""A tiny batch through the unsplit module and through its blocks: outputs of layers and all gradients, compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+from ...layout.layout import Layout
+from ..context import Context
+from .model import stored_part
+
+Outputs = list[tuple[str, Tensor]]
+
+
+class Recorded(NamedTuple):
+    """The layers' outputs in the order of the pass, the result, its gradient, and those of the parameters that have one."""
+
+    outputs: Outputs
+    result: Tensor
+    upstream: Tensor
+    gradients: dict[str, Tensor]
+
+
+@contextmanager
+def _outputs(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Outputs]:
+    found: Outputs = []
+    hooks = [
+        module.get_submodule(name).register_forward_hook(lambda _, given, out, name=name: found.append((name, out.detach())))
+        for name in names
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _run(module: nn.Module, inputs: Any) -> Tensor:
+    """The tensor that a module returns, or its logits."""
+    out = module(*inputs) if isinstance(inputs, tuple) else module(**inputs)
+    result = getattr(out, "logits", out)
+    if not isinstance(result, Tensor):
+        raise ConfigError(
+            f"the probe compares one tensor; {type(module).__name__} returns a {type(out).__name__}. Pass probe=False."
+        )
+    return result
+
+
+def _gradients(module: nn.Module, result: Tensor, upstream: Tensor) -> dict[str, Tensor]:
+    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(result, list(named.values()), upstream, allow_unused=True)
+    return {name: one for name, one in zip(named, found, strict=True) if one is not None}
+
+
+def record(module: nn.Module, inputs: Any, layers: Mapping[str, Any]) -> Recorded:
+    """Run the unsplit module, and keep the outputs of `layers`."""
+    with _outputs(module, layers) as outputs:
+        result = _run(module, inputs)
+    generator = torch.Generator().manual_seed(len(outputs))
+    upstream = torch.randn(result.shape, generator=generator).to(result.dtype)
+    return Recorded(outputs, result.detach(), upstream, _gradients(module, result, upstream))
+
+
+def compare(
+    module: nn.Module, scheme: Context, inputs: Any, wanted: Recorded, layouts: Mapping[str, Layout], last: Layout
+) -> None:
+    """Raise ConfigError on all ranks, naming the first layer or parameter that differs; collective.
+
+    layouts : of the layers' outputs; last : of the result
+    """
+    grid = scheme.grid
+    with _outputs(module, layouts) as outputs:
+        result = _run(module, inputs)
+    pairs = [
+        (f"the output of {name}", one, _cut(scheme, whole, layouts[name]))
+        for (name, one), (_, whole) in zip(outputs, wanted.outputs, strict=True)
+    ]
+    pairs.append(("the result", result.detach(), _cut(scheme, wanted.result, last)))
+    found = _gradients(module, result, _cut(scheme, wanted.upstream, last))
+    for name, one in found.items():
+        part = stored_part(module, name)
+        whole = wanted.gradients.get(part.name)
+        if whole is None:
+            pairs.append((f"the gradient of {part.name}", one, torch.zeros_like(one)))
+        else:
+            block = whole[part.slices] if part.slices else whole
+            pairs.append((f"the gradient of {part.name}", one, block.t() if part.is_turned else block))
+    wrong = next((index for index, (_, one, whole) in enumerate(pairs) if not _close(one, whole)), len(pairs))
+    first = min(grid.comm.allgather(wrong))
+    if first < len(pairs):
+        what = pairs[first][0]
+        raise ConfigError(f"the probe differs from the unsplit module: first in {what}{_kind(module, what)}.")
+
+
+def _kind(module: nn.Module, what: str) -> str:
+    name = what.rpartition(" ")[2]
+    return next((f", a {type(one).__name__}" for key, one in module.named_modules() if key == name), "")
+
+
+def _cut(scheme: Context, whole: Tensor, layout: Layout) -> Tensor:
+    """This rank's block of an activation, of any number of dims: its first is split as rows, its last as columns."""
+    own = Layout(layout.dims[0], *((),) * (whole.dim() - 2), layout.dims[-1])
+    return whole[own.slices(whole.shape, scheme.grid.shape, scheme.grid.coordinates)].contiguous()
+
+
+def _close(one: Tensor, whole: Tensor) -> bool:
+    if one.shape != whole.shape:
+        return False
+    if not one.numel():
+        return True
+    return bool((one - whole).abs().max() <= torch.finfo(one.dtype).eps ** 0.5 * whole.abs().max().clamp(min=1e-3))

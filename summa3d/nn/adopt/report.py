@@ -1,0 +1,64 @@
+"""What became of each layer of an adopted module, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ...columns import aligned
+from ...gemm.algorithms.plan import ProductPlan
+from ...gemm.cost.volume import of_plan
+from ..layers.linear import Linear
+from .layers import FusedParts, VocabularyHead
+
+
+@dataclass(frozen=True)
+class AdoptedLayer:
+    """A row: the name of a module or parameter; what it was; what it is, with its layouts; the layer, if it is one."""
+
+    name: str
+    was: str
+    now: str
+    layer: nn.Module | None = None
+
+    def words(self, rows: int) -> int:
+        """The words that the fullest rank receives in its forward product of so many rows (batch · sequence); 0 of others."""
+        plan = _plan(self.layer, rows)
+        return 0 if plan is None else of_plan(plan[0], plan[1]).max_words
+
+
+@dataclass
+class Adoption:
+    """What became of each layer: `str` prints a table, in which layers that differ in their numbers alone are one row."""
+
+    layers: list[AdoptedLayer] = field(default_factory=list)
+
+    def table(self, rows: int | None = None) -> str:
+        """The table, with the words of each layer's forward product of so many rows (batch · sequence)."""
+        grouped: dict[tuple[str, ...], int] = {}
+        for one in self.layers:
+            name = ".".join("*" if part.isdigit() else part for part in one.name.split("."))
+            row = (name, one.was, one.now, *([f"{one.words(rows):,}"] if rows else []))
+            grouped[row] = grouped.get(row, 0) + 1
+        lines = [(f"{name} ×{count}" if count > 1 else name, *rest) for (name, *rest), count in grouped.items()]
+        head = ("layer", "was", "is", *(["words each"] if rows else []))
+        return "\n".join(aligned([head, *lines], left=(0, 1, 2)))
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def _plan(layer: nn.Module | None, rows: int) -> tuple[ProductPlan, dict[str, int]] | None:
+    """The plan of a layer's product, and the grid it is on."""
+    if isinstance(layer, FusedParts):
+        first: Linear = layer.joined.linears[0]
+        context, layout, form, k = first.context, first.input_layout, "nn", first.k
+        n = sum(linear.n for linear in layer.joined.linears)
+    elif isinstance(layer, Linear):
+        context, layout, form, n, k = layer.context, layer.input_layout, "nn", layer.n, layer.k
+    elif isinstance(layer, VocabularyHead):
+        context, layout, form, n, k = layer.context, layer.context.residual, "nt", layer.vocabulary, layer.hidden
+    else:
+        return None
+    return context.scheme.plan(layout, form, rows, n, k), context.scheme.shape

@@ -1,0 +1,199 @@
+"""Where each parameter of a module is used: one pass of the unsplit module on meta tensors, with a place on every tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from ...errors import ConfigError
+from .roles import FIRST, HEAD, SECOND
+
+IDS, STREAM, FLAT, HEADS, LOGITS = "ids", "the residual stream", "between two linears", "heads", "logits"
+"""Places of a tensor. FLAT is a first linear's output as it is, whose last dim is split; HEADS what was reshaped of it."""
+SPLIT = (STREAM, FLAT, HEADS, LOGITS)
+RESHAPES = {"view", "reshape", "unflatten", "transpose", "permute", "movedim", "flatten", "unsqueeze", "unbind"}
+REDUCTIONS = {"mean", "sum", "softmax", "log_softmax", "norm", "var", "std", "amax", "max", "argmax", "topk", "cumsum", "sort"}
+REDUCTIONS |= {"layer_norm", "rms_norm", "normalize", "group_norm", "logsumexp", "matmul", "__matmul__", "bmm", "einsum"}
+ANSWERS: dict[str, Any] = {"__bool__": True, "item": 0, "tolist": []}
+"""What a tensor without data says: there is no padding, and sequences are not packed."""
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module without children calls itself a norm."""
+    return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+
+
+@dataclass
+class Uses:
+    """What the pass found.
+
+    Attributes
+    ----------
+    places : parameter's name → the places where it was used
+    norms : module's name → the place and the last dim of what it normalised
+    tables : module's name → whether it embeds the ids (else positions)
+    result : the place of the one tensor that the module returns
+    """
+
+    places: dict[str, set[str]] = field(default_factory=dict)
+    norms: dict[str, tuple[str, int]] = field(default_factory=dict)
+    tables: dict[str, bool] = field(default_factory=dict)
+    result: str | None = None
+
+
+class _Trace(TorchFunctionMode):
+    def __init__(self, names: Mapping[int, str], roles: Mapping[str, str]) -> None:
+        super().__init__()
+        self.names, self.roles, self.found = names, roles, Uses()
+        self.inside: list[tuple[str, bool]] = []
+
+    def refuse(self, what: str) -> NoReturn:
+        where = next((name for name, _ in reversed(self.inside) if name), "the module")
+        raise ConfigError(f"{where}: {what}")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        tensors = list(_tensors((args, kwargs)))
+        if name in ANSWERS and tensors and tensors[0].is_meta:
+            return ANSWERS[name]
+        out = func(*args, **kwargs)
+        outs = list(_tensors(out)) or (tensors[:1] if name == "__setitem__" else [])
+        if not outs or not tensors:
+            return out
+        place: str | None
+        used = [self.names[id(one)] for one in tensors if id(one) in self.names]
+        if func is functional.linear and used:
+            place, used = self._linear(args, kwargs, used[0]), []
+        elif func is functional.embedding and used:
+            place, used = self._embedding(args, kwargs, used[0], outs[0]), []
+        else:
+            place = self._joined(tensors, name)
+            if not any(norm for _, norm in self.inside):
+                self._check(name, place, args, kwargs, tensors)
+        derived = frozenset(used).union(*(getattr(one, "_of", ()) for one in tensors))
+        if place in SPLIT:
+            for one in derived:
+                self.found.places.setdefault(one, set()).add(place)
+        for one in outs:
+            one._place, one._of = place, frozenset() if place in SPLIT else derived
+        return out
+
+    def _joined(self, tensors: list[Tensor], name: str) -> str | None:
+        """The place of what is computed of these tensors."""
+        places = {getattr(one, "_place", None) for one in tensors}
+        split = {place for place in places if place in SPLIT}
+        if split == {FLAT, HEADS}:
+            split = {HEADS}
+        if len(split) > 1:
+            self.refuse(
+                f"{name} joins {' with '.join(sorted(split))}, which are split in different ways. "
+                "Does the plan name the linear layer between them?"
+            )
+        if split == {FLAT} and name in RESHAPES:
+            return HEADS
+        return next(iter(split), IDS if IDS in places else None)
+
+    def _linear(self, args: Any, kwargs: Any, weight: str) -> str:
+        x = args[0] if args else kwargs["input"]
+        place, layer = getattr(x, "_place", None), weight.rpartition(".")[0]
+        role = self.roles.get(layer)
+        if role is None:
+            self.refuse(
+                f"the linear layer {layer} has no role in the plan. Add it as first (leaves the stream) or second (returns)."
+            )
+        wanted = (FLAT, HEADS) if role == SECOND else (STREAM,)
+        if place not in wanted:
+            self.refuse(
+                f"{layer} is {'the' if role == HEAD else 'a'} {role} linear layer, whose input is {' or '.join(wanted)}; "
+                f"it is given {place or 'what no layer made'}."
+            )
+        return {FIRST: FLAT, SECOND: STREAM, HEAD: LOGITS}[role]
+
+    def _embedding(self, args: Any, kwargs: Any, weight: str, out: Tensor) -> str:
+        x = args[0] if args else kwargs["input"]
+        of_ids = getattr(x, "_place", None) == IDS
+        if not of_ids and not (x.dim() == 1 or x.shape[0] == 1):
+            self.refuse(f"{weight} is read at indices that are neither ids nor the positions of one sequence.")
+        self.found.tables[weight.rpartition(".")[0]] = of_ids
+        return STREAM
+
+    def _check(self, name: str, place: str | None, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
+        """Refuse what a rank cannot compute of its block alone."""
+        if name == "dropout" and kwargs.get("p", args[1] if len(args) > 1 else 0.5) > 0 and place in SPLIT:
+            self.refuse("dropout with p > 0 draws from a rank's own generator. Set its p to 0.")
+        if name == "scaled_dot_product_attention" and kwargs.get("dropout_p", args[4] if len(args) > 4 else 0):
+            self.refuse("attention with dropout draws from a rank's own generator. Set attention_dropout to 0.")
+        if name not in REDUCTIONS or place not in (STREAM, FLAT, LOGITS):
+            return
+        dim = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
+        ndim = tensors[0].dim()
+        dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+        if any(one in (None, -1, ndim - 1) for one in dims):
+            self.refuse(f"{name} reduces {place} over its last dim, which axes split: only norms and linear layers can.")
+
+
+def _tensors(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for one in value:
+            yield from _tensors(one)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tensor] | tuple[Tensor, ...]) -> Uses:
+    """Run the unsplit module once, on meta tensors and in training mode, and return where its parameters are used.
+
+    roles : name of a linear layer → FIRST, SECOND or HEAD
+    inputs : keywords, or positional; integers are ids, floating-point tensors the residual stream
+
+    No data is touched, nothing moves. Raises ConfigError naming the layer for what a rank cannot compute of its block alone: a
+    linear layer without a role, tensors joined that are split in different ways, a reduction over a split dim, dropout.
+    """
+    metas = {name: one.detach().to("meta") for name, one in (*module.named_parameters(), *module.named_buffers())}
+    parameters = {name for name, _ in module.named_parameters()}
+    names = {id(one): name for name, one in metas.items() if name in parameters}
+    modules = {id(one): name for name, one in module.named_modules()}
+    tracer, training = _Trace(names, roles), {one: one.training for one in module.modules()}
+
+    def enter(one: nn.Module, given: Any) -> None:
+        is_a_norm = is_norm(one)
+        tracer.inside.append((modules.get(id(one), ""), is_a_norm))
+        if is_a_norm and given and getattr(given[0], "_place", None) in SPLIT:
+            tracer.found.norms[modules[id(one)]] = given[0]._place, given[0].shape[-1]
+
+    def leave(one: nn.Module, given: Any, out: Any) -> None:
+        tracer.inside.pop()
+
+    args = inputs if isinstance(inputs, tuple) else ()
+    kwargs = {} if isinstance(inputs, tuple) else dict(inputs)
+    args, kwargs = tuple(_placed(one) for one in args), {name: _placed(one) for name, one in kwargs.items()}
+    hooks: list[Any] = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        with torch.no_grad(), tracer:
+            tracer.found.result = getattr(_call(module.train(), metas, args, kwargs), "_place", None)
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for one, mode in training.items():
+            one.training = mode
+    return tracer.found
+
+
+_call: Callable[..., Any] = torch.func.functional_call
+
+
+def _placed(given: Any) -> Any:
+    if not isinstance(given, Tensor):
+        return given
+    meta: Any = given.detach().to("meta")
+    meta._place = STREAM if given.is_floating_point() else IDS
+    return meta

@@ -1,0 +1,250 @@
+"""A Transformers model on a grid is the same function as the unsplit model, by the plan that it ships with."""
+
+from __future__ import annotations
+
+import adopted
+import pytest
+import torch
+from torch import nn
+
+from summa3d.errors import CheckpointError, ConfigError, LayoutError
+from summa3d.layout import Layout, collect
+from summa3d.nn import from_folder, parallelise, scheme
+
+GRIDS = {
+    2: [("oned", {"y": 2}, 3), ("cuboid", {"x": 2}, 4)],
+    3: [("oned", {"y": 3}, 2)],
+    4: [
+        ("oned", {"y": 4}, 3),
+        ("summa", {"x": 2, "y": 2}, 6),
+        ("cuboid", {"y": 2, "z": 2}, 4),
+        ("tesseract", {"d": 4}, 4),
+    ],
+    6: [("cuboid", {"x": 6}, 6), ("summa", {"x": 2, "y": 3}, 2)],
+    8: [("cuboid", {"x": 2, "y": 2, "z": 2}, 8), ("tesseract", {"x": 2, "y": 2, "d": 2}, 4)],
+}
+CHANGED = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "phi3": {"intermediate_size": 36},  # gate and up are one layer, of which each part splits evenly
+}
+KINDS = ("llama", "qwen2", "mistral", "qwen3", "gemma2", "phi3")
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("kind", ["qwen3", "phi3"])
+def test_logits_loss_and_every_gradient_are_those_of_one_process(make_grid, kind):
+    for name, axes, rows in GRIDS[4]:
+        check(scheme(name, make_grid(**axes)), kind, rows)
+
+
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=tuple(GRIDS))
+def test_so_they_are_of_every_kind_on_every_grid(make_grid, world_size):
+    for name, axes, rows in GRIDS[world_size]:
+        on_grid = scheme(name, make_grid(**axes))
+        for kind in KINDS:
+            check(on_grid, kind, rows)
+
+
+DENSE = (
+    *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
+    *("gpt_neox", "granite", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral"),
+    *(
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "qwen2",
+        "qwen3",
+        "seed_oss",
+        "smollm3",
+        "starcoder2",
+        "vaultgemma",
+    ),
+)
+
+
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("kind", DENSE)
+def test_so_they_are_of_every_dense_architecture_that_has_a_plan(make_grid, kind):
+    check(scheme("cuboid", make_grid(y=2, z=2)), kind, 4, intermediate_size=36)
+
+
+def check(on_grid, kind, rows, **sizes):
+    changed = {**sizes, "num_key_value_heads": 4 if on_grid.grid.size == 4 else 6, **CHANGED.get(kind, {})}
+    ids, labels = adopted.batch(rows)
+    logits, loss, gradients = adopted.alone(adopted.small(kind, **changed), ids, labels)
+    model = parallelise(adopted.small(kind, **changed), on_grid)
+    with adopted.Wide():
+        found = model(input_ids=ids, labels=labels)
+        found.loss.backward()
+    whole = collect(found.logits.detach(), on_grid.grid, model.get_output_embeddings().logits_layout, tuple(logits.shape))
+    assert (whole - logits).abs().max() <= 1e-10 * logits.abs().max()
+    assert abs(found.loss - loss) <= 1e-10 * loss
+    for name, error in adopted.differences(model, gradients).items():
+        assert error <= 1e-9, (name, error)
+
+
+def refused(error, words, module, on_grid=None, **options):
+    with pytest.raises(error, match=words):
+        parallelise(module, on_grid or scheme("serial"), **options)
+
+
+def test_a_plan_is_refused_by_the_name_of_what_is_wrong_in_it():
+    model = adopted.small("llama", num_hidden_layers=1)
+    whole = {f"self_attn.{one}_proj": "first" for one in "qkv"} | {"o_proj": "second"}
+    mlp = {"gate_proj": "colwise", "up_proj": "colwise", "down_proj": "rowwise"}
+    refused(ConfigError, "layers.0.mlp.gate_proj has no role in the plan", model, plan=whole)
+    refused(ConfigError, "'fc1' matches no module", model, plan={**whole, **mlp, "fc1": "first"})
+    refused(ConfigError, "'columns' of 'q_proj'.*not known", model, plan={"q_proj": "columns"})
+    refused(ConfigError, "both first and second of model.layers.0.self_attn.q_proj", model, plan={**whole, "q_proj": "second"})
+    refused(
+        ConfigError, "gate_proj is a second linear layer.*given the residual", model, plan={**whole, **mlp, "gate_proj": "second"}
+    )
+    refused(ConfigError, "roles are those of torch.nn.Linear", model, plan={**whole, "rotary_emb": "first"})
+    refused(ConfigError, "experts are not adopted", adopted.small("mixtral", num_local_experts=2, num_hidden_layers=1))
+    refused(ConfigError, "config has no base_model_tp_plan", adopted.small("gpt2", n_embd=8, n_head=2, n_layer=1))
+    assert parallelise(model, scheme("serial"), {**whole, **mlp}) is model
+
+
+def test_what_a_rank_cannot_compute_alone_is_refused_by_name():
+    dropped = adopted.small("phi3", intermediate_size=36)
+    dropped.model.layers[1].resid_mlp_dropout.p = 0.1
+    refused(ConfigError, "model.layers.1.resid_mlp_dropout: dropout with p > 0", dropped)
+    attended = adopted.small("llama")
+    attended.model.layers[0].self_attn.attention_dropout = 0.1
+    refused(ConfigError, "layers.0.self_attn: dropout with p > 0", attended)
+    shared = adopted.small("llama")
+    shared.model.layers[1].mlp = shared.model.layers[0].mlp
+    refused(ConfigError, "layers.0.mlp.gate_proj and model.layers.1.mlp.gate_proj share", shared)
+    flex = adopted.small("llama")
+    flex.config._attn_implementation = "flex_attention"
+    refused(ConfigError, "attention 'flex_attention' is not known", flex)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_sizes_and_schemes_that_do_not_fit_are_refused_on_every_rank(make_grid):
+    refused(
+        LayoutError,
+        "num_attention_heads 3 .*y = 4",
+        adopted.small("gemma2", num_attention_heads=3, num_key_value_heads=1),
+        scheme("oned", make_grid(y=4)),
+    )
+    refused(
+        LayoutError,
+        "(?s)num_key_value_heads 3 .*x=4,y=1,z=1",
+        adopted.small("llama", num_key_value_heads=3),
+        scheme("cuboid", make_grid(y=4)),
+    )
+    refused(
+        LayoutError,
+        "oned-sp scheme adopts no module: it splits sequences",
+        adopted.small("llama", num_key_value_heads=4),
+        scheme("oned-sp", make_grid(y=4)),
+    )
+    refused(ConfigError, "y = z", adopted.small("llama", num_key_value_heads=4), scheme("cuboid", make_grid(y=4)))
+    model = parallelise(adopted.small("llama", num_key_value_heads=4), scheme("cuboid", make_grid(x=4)))
+    with pytest.raises(LayoutError, match="batch 3 cannot be split over x·y = 4"):
+        model(input_ids=adopted.batch(3)[0])
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_the_table_says_what_became_of_each_layer_and_the_words_that_are_moved(make_grid):
+    grid = make_grid(y=2, z=2)
+    model = parallelise(adopted.small("qwen3", num_hidden_layers=3), scheme("cuboid", grid))
+    rows = 4 * 11
+    table = {line.split()[0]: line for line in model.adoption.table(rows).splitlines()}
+    assert "Linear(60 → 120, b:(x,y) s h:z → b:(x,z) s n:y, bias=False)" in table["model.layers.*.self_attn.q_proj"]
+    assert "a copy on all ranks, its gradient summed over x·z·y" in table["model.layers.*.self_attn.q_norm.weight"]
+    products = [one for one in model.adoption.layers if one.words(rows)]
+    assert len(products) == 3 * 7 + 1
+    for one in products:
+        k, layout = one.layer.weight.sharding.shape[one.name == "lm_head"], getattr(one.layer, "input_layout", "b:(x,y) s h:z")
+        x = torch.zeros(Layout.of(layout).local_shape((4, 11, k), grid.shape, grid.coordinates), dtype=torch.float64)
+        with grid.ledger.watch() as moved:
+            one.layer(x)
+        assert max(grid.comm.allgather(moved.words)) == one.words(rows), one.name
+        assert f"{one.words(rows):,}" in table[one.name.replace("0", "*").replace("1", "*").replace("2", "*")]
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("kind", ["gemma2", "phi3"])
+def test_a_folder_is_read_in_blocks_and_written_as_it_was(make_grid, tmp_path_factory, kind):
+    import transformers
+
+    on_grid = scheme("cuboid", grid := make_grid(y=2, z=2))
+    folder = grid.comm.bcast(tmp_path_factory.mktemp(kind) if grid.rank == 0 else None)
+    changed = {"tie_word_embeddings": kind == "gemma2", **CHANGED.get(kind, {})}
+    plain = adopted.small(kind, **changed)
+    if grid.rank == 0:
+        plain.save_pretrained(folder, max_shard_size="20KB")
+    grid.comm.barrier()
+    model, reference = from_folder(folder, on_grid, torch.float64), adopted.small(kind, **changed)
+    wanted = dict(parallelise(plain, on_grid).named_parameters())
+    found = dict(model.named_parameters())
+    assert found.keys() == wanted.keys()
+    for name, p in found.items():
+        assert torch.equal(p, wanted[name]), name
+    ids = adopted.batch(4)[0]
+    logits = collect(model(ids).logits.detach(), grid, model.lm_head.logits_layout, (4, 11, 101))
+    assert torch.allclose(logits, reference(ids).logits, rtol=1e-4, atol=1e-4)  # rotary angles are float32 here
+    for p in model.parameters():
+        p.data += 1
+    model.save_pretrained(folder / "again")
+    if grid.rank == 0:
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / "again", dtype=torch.float64)
+        for name, p in adopted.small(kind, **changed).named_parameters():
+            assert torch.equal(again.get_parameter(name), p + 1), name
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    grid.comm.barrier()
+    with pytest.raises(CheckpointError, match="Cannot read the weights"):
+        from_folder(folder, on_grid, torch.float64)
+
+
+class Blocks(nn.Module):
+    """A language model of torch's own layers: learned positions, layer norms, a residual stream, a head."""
+
+    def __init__(self, scaled=False):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(31, 12), nn.Embedding(9, 12)
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(2))
+        self.up, self.down = (
+            nn.ModuleList(nn.Linear(12, 17) for _ in range(2)),
+            nn.ModuleList(nn.Linear(17, 12) for _ in range(2)),
+        )
+        self.gain, self.out, self.scaled = nn.Parameter(torch.tensor(1.5)), nn.Linear(12, 31), scaled
+
+    def forward(self, ids):
+        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            inner = self.gain * up(norm(x)).tanh()
+            x = x + down(inner / inner.shape[-1] if self.scaled else inner)
+        return self.out(x)
+
+
+PLAN = {"up.*": "first", "down.*": "second", "out": "first"}
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_module_of_ones_own_is_compared_with_itself_unsplit(make_grid):
+    for name, axes in (
+        ("summa", {"x": 2, "y": 2}),
+        ("cuboid", {"y": 2, "z": 2}),
+        ("cuboid", {"x": 2, "z": 2}),
+        ("oned", {"y": 4}),
+    ):
+        on_grid = scheme(name, make_grid(**axes))
+        torch.manual_seed(3)
+        module = parallelise(Blocks().double(), on_grid, PLAN)
+        assert (
+            module(torch.zeros(4, 5, dtype=torch.int64)).shape[-1]
+            == on_grid.scheme.after_linear(on_grid.residual).local_shape(
+                (4, 5, 31), on_grid.grid.shape, on_grid.grid.coordinates
+            )[-1]
+        )
+    reads_a_size = Blocks(scaled=True).double()
+    refused(ConfigError, "first in the output of down.0, a Linear", reads_a_size, scheme("oned", make_grid(y=4)), plan=PLAN)
