@@ -11,6 +11,7 @@ from summa3d.cluster import load as cluster
 from summa3d.dry.step import run as run_dry
 from summa3d.errors import ConfigError
 from summa3d.nn.choose import SchemeChoice
+from summa3d.nn.muon.groups import group_axes
 from summa3d.plan.muon import muon_step
 from summa3d.plan.pick import Exact, plan_of
 from summa3d.plan.questions import cluster_with
@@ -24,8 +25,8 @@ from summa3d.train.dry_run import predict, setting_of, training_of
 MODEL = {"layers": 3, "hidden": 48, "heads": 6, "sequence": 16, "vocabulary": 64}
 
 
-def config_of(scheme: str, zero: int = 1, **grid: int) -> Config:
-    train = {"optimizer": "muon", "batch": 12, "checkpoint_every": 0}
+def config_of(scheme: str, zero: int = 1, ranks: str = "auto", **grid: int) -> Config:
+    train = {"optimizer": "muon", "batch": 12, "checkpoint_every": 0, "muon": {"ranks": ranks}}
     data = {"tokenizer": "numbers:64"}
     table = {"scheme": scheme, "model": MODEL, "grid": grid, "train": train, "data": data, "replicas": {"zero": zero}}
     return from_table({**table, "device": "cpu"})
@@ -43,7 +44,7 @@ def flops(ops: Any) -> int:
 
 CASES = [
     ("cuboid", 1, {"y": 2, "z": 2}),
-    ("oned", 2, {"y": 2, "dp": 3}),
+    pytest.param("oned", 2, {"y": 2, "dp": 3}, marks=pytest.mark.wide),
     ("summa", 1, {"x": 2, "y": 1, "dp": 2}),
 ]
 
@@ -65,6 +66,25 @@ def test_the_step_of_the_busiest_rank_is_that_of_its_dry_run(cache: Path, scheme
     assert held.optimizer == pytest.approx(predict(config)["mean_bytes"]["optimizer"], rel=0.02)
     adamw = memory(plan, *times.store.cells(plan.inner, plan.units))
     assert held.optimizer < 0.6 * adamw.optimizer
+
+
+@pytest.mark.parametrize("ranks", ["2", pytest.param("4", marks=pytest.mark.wide)])
+def test_the_step_of_a_group_is_that_of_its_dry_run_and_its_axes_have_prices(cache: Path, ranks: str) -> None:
+    config = config_of("cuboid", ranks=ranks, y=2, z=2)
+    plan = plan_of(config, SchemeChoice("cuboid", {"x": 1, "y": 2, "z": 2, "d": 1}, 0), cluster("host"))
+    found = muon_step(plan.inner, 3, 1, 1, config.train)
+    steps = [run_dry(setting_of(config, rank), training_of(config)) for rank in range(4)]
+    ops = [[op for segment, _ in step.optimizer for op in segment.ops] for step in steps]
+    most = max(range(4), key=lambda rank: flops(ops[rank]))
+    assert 0.95 * flops(ops[most]) <= flops(found.ops) <= flops(ops[most])
+    moves = [op for op in found.ops if op.kind == "move"]
+    assert found.words == sum(steps[0].words()["optimizer"].values()) and {op.axis for op in moves if group_axes(op.axis)}
+    times = Times(cluster("selene"), Exact(), config.train)
+    longer = [op._replace(words=100 * op.words) if group_axes(op.axis) else op for op in found.ops]
+    before = times.after(plan).optimizer
+    (key,) = times._muon
+    times._muon[key] = found._replace(ops=tuple(longer))
+    assert times.after(plan).optimizer > before
 
 
 def test_a_search_prices_the_optimizer_that_it_is_asked_for(cache: Path) -> None:

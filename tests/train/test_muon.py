@@ -18,17 +18,17 @@ from small_runs import metrics_of, shared_corpus, small_config, tensors_of, trai
 from summa3d.dry.step import run as run_dry
 from summa3d.errors import CheckpointError, ConfigError
 from summa3d.layout import collect
+from summa3d.nn.muon.groups import group_axes
 from summa3d.train.dry_run import predict, setting_of, training_of
 from summa3d.train.loop import take_step
 from summa3d.train.optimizer import learning_rate
 from summa3d.train.prepare import prepare
 
-STEPS = 20
 MUON: dict[str, Any] = {
     "train__optimizer": "muon",
     "train__muon__adjust": "original",
     "train__muon__momentum": 0.9,
-    "train__steps": STEPS,
+    "train__steps": 20,
     "train__clip": 0.7,
     "train__weight_decay": 0.2,
     "train__keep": 0,
@@ -40,6 +40,8 @@ MUON: dict[str, Any] = {
 }
 LLAMA = {"model__family": "llama", "model__kv_heads": 2, "model__ffn": 36}
 PIPED = {"scheme": "serial", "grid__pp": 2, "grid__dp": 2}
+GROUPS: tuple[dict[str, Any], ...] = ({}, {"train__muon__ranks": 2}, {}, {"train__muon__ranks": 2})
+"""With each ZeRO: both ranks of a stage own other matrices, or compute each together."""
 GRIDS: dict[int, list[dict[str, Any]]] = {
     1: [{"scheme": "serial"}],
     2: [
@@ -51,17 +53,20 @@ GRIDS: dict[int, list[dict[str, Any]]] = {
     4: [
         {"scheme": "summa", "grid__x": 2, "grid__y": 2},
         {"scheme": "oned", "grid__y": 4, "model__heads": 4, **LLAMA},
-        *({**PIPED, "replicas__zero": zero, "replicas__bucket": 5000} for zero in range(4)),
+        *({**PIPED, "replicas__zero": zero, "replicas__bucket": 5000, **GROUPS[zero]} for zero in range(4)),
     ],
-    6: [{"scheme": "cuboid", "grid__y": 3, "grid__z": 2}, {"scheme": "summa-transposed", "grid__x": 3, "grid__y": 2}],
+    6: [
+        {"scheme": "cuboid", "grid__y": 3, "grid__z": 2},
+        {"scheme": "summa-transposed", "grid__x": 3, "grid__y": 2, "train__muon__ranks": 3},
+    ],
     8: [
         {"scheme": "tesseract", "grid__x": 2, "grid__y": 2, "grid__d": 2},
-        {"scheme": "cuboid", "grid__y": 2, "grid__z": 2, "grid__dp": 2, "replicas__zero": 2, **LLAMA},
+        {"scheme": "cuboid", "grid__y": 2, "grid__z": 2, "grid__dp": 2, "replicas__zero": 2, "train__muon__ranks": 4, **LLAMA},
         {"scheme": "cuboid-sequence", "grid__y": 2, "grid__z": 4, "model__heads": 8},
     ],
-    12: [{"scheme": "cuboid", "grid__x": 2, "grid__y": 3, "grid__z": 2}],
+    12: [{"scheme": "cuboid", "grid__x": 2, "grid__y": 3, "grid__z": 2, "train__muon__ranks": 12}],
 }
-"""Ranks → grids, each with a scheme and a family."""
+"""Ranks → grids, each with a scheme and a family; without muon.ranks each matrix, as small as these are, has one owner."""
 
 
 def wholes(run: Any) -> dict[str, torch.Tensor]:
@@ -71,7 +76,7 @@ def wholes(run: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def torchs(config: Any, run: Any) -> list[dict[str, torch.Tensor]]:
+def torchs(config: Any, run: Any, steps: int) -> list[dict[str, torch.Tensor]]:
     """The weights of plain torch after each step, from those that a serial run begins with."""
     plain = (PlainLlama if config.model.family == "llama" else PlainGPT)(config.model, wholes(run))
     train, muon = config.train, config.train.muon
@@ -79,7 +84,7 @@ def torchs(config: Any, run: Any) -> list[dict[str, torch.Tensor]]:
     settings |= {"ns_coefficients": muon.coefficients, "adjust_lr_fn": muon.adjust}
     optimizer = PlainMuon(plain.weights, config.model.heads, config.model.num_kv_heads, train.weight_decay, settings)
     found = []
-    for step in range(1, train.steps + 1):
+    for step in range(1, steps + 1):
         for weight in plain.weights.values():
             weight.grad = None
         inputs = run.objective.training(train.seed, step - 1, 0, train.batch)
@@ -96,7 +101,8 @@ def check(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], 
 
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
-def test_twenty_steps_are_torchs_on_whole_matrices_on_every_grid(comm: Any, world_size: int, shared_tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [3, pytest.param(20, marks=pytest.mark.wide)])
+def test_steps_on_every_grid_are_torchs_on_whole_matrices(comm: Any, world_size: int, shared_tmp_path: Path, steps: int) -> None:
     """Raw weights after the last step, and what the first one changes; words and messages are the dry run's and the plan's."""
     corpus = shared_corpus(comm, shared_tmp_path)
     for number, grid in enumerate(GRIDS[world_size]):
@@ -104,20 +110,24 @@ def test_twenty_steps_are_torchs_on_whole_matrices_on_every_grid(comm: Any, worl
         if comm.rank == 0:
             alone = small_config(corpus, **MUON | {key: one for key, one in grid.items() if key.startswith("model")})
             run = prepare(alone, MPI.COMM_SELF, shared_tmp_path / f"alone{number}")
-            before, (first, *_, last) = wholes(run), torchs(alone, run)
+            before, (first, *_, last) = wholes(run), torchs(alone, run, steps)
             oracle = {name: one - before[name] for name, one in first.items()}, last
         want_update, want = comm.bcast(oracle)
         run = prepare(small_config(corpus, **{**MUON, **grid}), comm, shared_tmp_path / f"grid{number}")
         before = wholes(run)
-        for step in range(1, STEPS):
+        for step in range(1, steps):
             take_step(run, step)
             if step == 1:
                 check({name: one - before[name] for name, one in wholes(run).items()}, want_update, grid)
         with run.grid.ledger.watch() as moved:
-            take_step(run, STEPS)
+            take_step(run, steps)
         check(wholes(run), want, grid)
         owners = run.optimizer.owners
-        rows = [row.amounts for row in moved.rows if row.collective == "all_to_all" and row.phase == "optimizer"]
+        assert owners.plan.size == int(grid.get("train__muon__ranks", 1))
+        inside = [row for row in moved.rows if row.phase == "optimizer" and group_axes(row.axis)]
+        assert bool(inside) == (owners.plan.size > 1)
+        outside = (row for row in moved.rows if row.collective == "all_to_all" and row.phase == "optimizer")
+        rows = [row.amounts for row in [*inside, *(row for row in outside if not group_axes(row.axis))]]
         assert sum(one.words for one in rows) == owners.plan.words_of(owners.axis.index)
         assert sum(one.messages for one in rows) == owners.plan.messages_of(owners.axis.index)
         dry = run_dry(setting_of(run.config, comm.rank, comm.size), training_of(run.config))
@@ -195,7 +205,8 @@ def test_copied_and_sharded_momentum_have_the_same_bits(comm: Any, shared_tmp_pa
         ("muon.momentum", 1.0, r"lie in \[0, 1\)"),
         ("muon.steps", 0, "at least 1"),
         ("muon.eps", 0.0, "positive"),
-        ("muon.ranks", 4, '"auto" or "1"'),
+        ("muon.ranks", "all", 'neither "auto" nor a whole number'),
+        ("muon.ranks", 0, 'neither "auto" nor a whole number'),
         ("muon.nesterow", True, "train.muon.nesterov"),
     ],
 )
@@ -223,6 +234,7 @@ def test_a_dry_run_counts_the_momentum_the_words_and_the_flops() -> None:
     [
         {"scheme": "cuboid", "grid__y": 2, "grid__z": 2, "model__layers": 1},
         {"scheme": "serial", "grid__pp": 2, "grid__dp": 2, "model__layers": 3},
+        {"scheme": "cuboid", "grid__x": 2, "grid__z": 2, "model__layers": 1, "model__ffn": 37, "train__muon__ranks": 2},
         {"scheme": "oned", "grid__y": 2, "grid__dp": 2, "replicas__zero": 2, "train__accumulate": 2, **LLAMA},
     ],
 )

@@ -88,7 +88,7 @@ class SymmetricProduct:
 
     def _made(self, a: Array) -> Array:
         """The blocks that this rank makes, packed as the shares of its group one after the other."""
-        workspace, form, track = Workspace(self.grid), self.plan.form, self.axis.ledger.track
+        workspace, form, track = Workspace(self.grid, stays=False), self.plan.form, self.axis.ledger.track
         read = self.fetch.kept(a)
         if self.fetch.moves:
             read = track(empty(self.fetch.shape, a))

@@ -38,16 +38,18 @@ class Muon(torch.optim.Optimizer):
         0.2 · lr · √max(inputs, outputs), which takes AdamW's rates; None is the first
     dtype : what Newton–Schulz is computed in; None, that of the parameters, which gives the same on every grid. torch's own
         takes torch.bfloat16
+    ranks : ranks that compute a matrix together; None, as many as are predicted to take the fewest seconds: one, where there are
+        matrices enough for all ranks
 
-    Making it is collective over the grid, and so is `step`, over all axes but a pipeline's, in at most two all-to-alls: of a
-    matrix its owner, one rank, receives what it lacks, and all others their blocks of the result. q, k and v of a fused weight
-    are matrices of their own. The gradients are complete, and summed over dp, before; clip them with `clip_grad_norm_`. A weight
-    that has no gradient, on all ranks alike, is left alone. The momentum of a rank's block stands in `state`, one word an
-    element.
+    Making it is collective over the grid, and so is `step`, over all axes but a pipeline's, in at most two all-to-alls, and the
+    products of groups of several ranks: of a matrix its owner receives what it lacks, and all others their blocks of the result.
+    q, k and v of a fused weight are matrices of their own. The gradients are complete, and summed over dp, before; clip them with
+    `clip_grad_norm_`. A weight that has no gradient, on all ranks alike, is left alone. The momentum of a rank's block stands in
+    `state`, one word an element.
 
     Raises, on every rank alike, ShapeError for a parameter that is no matrix of a layer of summa3d, GridError where there is none
-    of one, ConfigError for 16-bit parameters and numbers out of range, AgreementError where ranks pass different numbers of
-    parameters.
+    of one, ConfigError for 16-bit parameters, numbers out of range and `ranks` that do not divide the grid's, AgreementError
+    where ranks pass other `ranks` or numbers of parameters.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
         dtype: torch.dtype | None = None,
+        ranks: int | None = None,
     ) -> None:
         numbers = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}
         for name, value in numbers.items():
@@ -80,19 +83,20 @@ class Muon(torch.optim.Optimizer):
             f"parameter {place}": cast(ShardedParameter, p)
             for place, p in enumerate(p for group in self.param_groups for p in group["params"])
         }
-        grid = self._checked_grid()
+        grid = self._checked_grid(ranks)
         cut = [one for name, p in self._parameters.items() for one in matrices_of(name, p.sharding, p.joined)]
-        self._owners = MatrixOwners(cut, grid, NewtonSchulz(ns_coefficients, ns_steps, eps, dtype))
+        how = NewtonSchulz(ns_coefficients, ns_steps, eps, dtype)
+        self._owners = MatrixOwners(cut, grid, how, next(iter(self._parameters.values())).dtype, ranks)
         self._shapes = {matrix.weight: matrix.shape for matrix in self._owners.plan.matrices}
 
-    def _checked_grid(self) -> BaseGrid:
+    def _checked_grid(self, ranks: int | None) -> BaseGrid:
         """The grid of all parameters. Raises as the class says."""
         named = self._parameters
         grid = grid_of("Muon", list(named.values()))
         shapes = {name: p.sharding.shape if hasattr(p, "sharding") else None for name, p in named.items()}
         wrong = [f"{name} {tuple(shapes[name] or p.shape)}" for name, p in named.items() if len(shapes[name] or ()) != 2]
         halves = [f"{name}, {p.dtype}" for name, p in named.items() if str(p.dtype).removeprefix("torch.") in HALVES]
-        agree_on_call(grid, "Muon", {"parameters": len(named)})
+        agree_on_call(grid, "Muon", {"parameters": len(named), "ranks": ranks})
         if wrong:
             raise ShapeError(
                 f"Muon takes matrices of layers of summa3d; it was given {wrong[0]}. "

@@ -1,4 +1,4 @@
-"""Orthogonalise matrices of which ranks hold blocks: whole matrices go to their owners, are computed there, and come back."""
+"""Orthogonalise matrices of which ranks hold blocks: they go to their owners, are computed there, and come back."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ...comm.device.arrays import dtype_name
 from ...comm.grid import BaseGrid
 from ...layout.redistribute import Piece, put, taken
+from .group_product import GroupProduct
 from .matrices import LogicalMatrix
 from .newton_schulz import NewtonSchulz
 from .owners import OwnersPlan
@@ -36,24 +38,35 @@ class Message:
 class MatrixOwners:
     """An `OwnersPlan` on this rank of a grid; making it is collective over the ranks of a stage of a pipeline.
 
-    Memory of a step, in words: what `orthogonalised` returns; a rank's own matrices three times, and of the largest batch of
-    them twice more, beside the Gram matrices twice.
+    Memory of a step, in words: what `orthogonalised` returns; a rank's parts of the matrices that it owns three times, and of the
+    largest batch of them twice more, beside the Gram matrices twice. Of a group, the workspace of its products instead.
     """
 
-    def __init__(self, matrices: Sequence[LogicalMatrix], grid: BaseGrid, how: NewtonSchulz) -> None:
-        self.how, self.plan = how, OwnersPlan.of(matrices, grid, how)
-        self.axis = grid[self.plan.axes]
-        plan, here, members = self.plan, self.axis.index, self.axis.size
+    def __init__(
+        self,
+        matrices: Sequence[LogicalMatrix],
+        grid: BaseGrid,
+        how: NewtonSchulz,
+        dtype: torch.dtype = torch.float32,
+        ranks: int | None = None,
+    ) -> None:
+        self.how = how
+        self.plan = plan = OwnersPlan.of(matrices, grid, how, dtype_name(torch.empty(0, dtype=how.dtype or dtype)), ranks)
+        self.axis = grid[plan.axes]
+        here, members, every = self.axis.index, self.axis.size, range(len(plan.owners))
         own = plan.owned_by(here)
-        others = [number for number, owner in enumerate(plan.owners) if owner != here]
-        collected = [(piece.sender, number, piece) for number in own for piece in plan.collected(number)]
+        collected = [(piece.sender, number, piece) for number in own for piece in plan.collected(here, number)]
         self._kept = {number: piece for sender, number, piece in collected if sender == here}
         self._takes = Message((one for one in collected if one[0] != here), members)
-        self._gives = Message(((plan.owners[one], one, piece) for one in others for piece in plan.sent_by(here, one)), members)
-        self._gets = Message(((plan.owners[one], one, piece) for one in others for piece in plan.held_by(here, one)), members)
-        held = ((piece.sender, number, piece) for number in own for piece in plan.held(number))
-        self._returns = Message((one for one in held if one[0] != here), members)
+        given = ((piece.receiver, number, piece) for number in every for piece in plan.sent_by(here, number))
+        self._gives = Message((one for one in given if one[0] != here), members)
+        got = ((piece.receiver, number, piece) for number in every for piece in plan.held_by(here, number))
+        self._gets = Message((one for one in got if one[0] != here), members)
+        delivered = ((piece.sender, number, piece) for number in own for piece in plan.delivered(here, number))
+        self._returns = Message((one for one in delivered if one[0] != here), members)
+        self._parts = {number: plan.part_of(here, number) for number in own}
         self._batches = _batches([(number, plan.matrices[number].shape) for number in own])
+        self._group = GroupProduct(plan, grid, here) if plan.size > 1 and own else None
 
     @torch.no_grad()
     def orthogonalised(self, blocks: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -68,25 +81,44 @@ class MatrixOwners:
         names = {number: matrix.weight for number, matrix in enumerate(self.plan.matrices)}
         arrived = self._exchange(self.plan.collects, self._gives, self._takes, lambda number: blocks[names[number]], like)
         found = {name: torch.empty_like(block, dtype=like.dtype) for name, block in blocks.items()}
-        results = dict[int, Tensor]()
-        for batch in self._batches:
-            whole = like.new_empty(len(batch), *self.plan.matrices[batch[0]].shape)
-            for matrix, number in zip(whole, batch, strict=True):
-                if number in self._kept:
-                    put(matrix, self._kept[number].put, taken(blocks[names[number]], self._kept[number].take))
-                for piece, slot in self._takes.slots.get(number, ()):
-                    put(matrix, piece.put, arrived[slot].view(piece.shape))
-            results |= zip(batch, self.how.orthogonalised(whole).unbind(), strict=True)
-            del whole
+        compute = self._alone if self._group is None else self._together
+        results = compute({number: blocks[names[number]] for number in self._parts}, arrived, like)
         del arrived
-        for number, matrix in results.items():
-            for piece in self.plan.held_by(self.axis.index, number):
-                put(found[names[number]], piece.take, taken(matrix, piece.put))
+        for number, part in results.items():
+            if number in self._kept:
+                put(found[names[number]], self._kept[number].take, taken(part, self._kept[number].put))
         returned = self._exchange(self.plan.returns, self._returns, self._gets, results.__getitem__, like, from_matrix=True)
         for number, slots in self._gets.slots.items():
             for piece, slot in slots:
                 put(found[names[number]], piece.take, returned[slot].view(piece.shape))
         return found
+
+    def _alone(self, blocks: Mapping[int, Tensor], arrived: Tensor, like: Tensor) -> dict[int, Tensor]:
+        """The results of whole matrices, which this rank owns alone, in batches of a shape."""
+        results = dict[int, Tensor]()
+        for batch in self._batches:
+            whole = like.new_empty(len(batch), *self.plan.matrices[batch[0]].shape)
+            for matrix, number in zip(whole, batch, strict=True):
+                self._fill(matrix, number, blocks[number], arrived)
+            results |= zip(batch, self.how.orthogonalised(whole).unbind(), strict=True)
+            del whole
+        return results
+
+    def _together(self, blocks: Mapping[int, Tensor], arrived: Tensor, like: Tensor) -> dict[int, Tensor]:
+        """This rank's parts of the results of its group's matrices."""
+        assert self._group is not None
+        parts = dict[int, Tensor]()
+        for number, part in self._parts.items():
+            parts[number] = like.new_empty(*(last - first for first, last in part))
+            self._fill(parts[number], number, blocks[number], arrived)
+        return self._group.orthogonalised(parts)
+
+    def _fill(self, part: Tensor, number: int, block: Tensor, arrived: Tensor) -> None:
+        """Put together a part of a matrix of what this rank holds and what has arrived."""
+        if number in self._kept:
+            put(part, self._kept[number].put, taken(block, self._kept[number].take))
+        for piece, slot in self._takes.slots.get(number, ()):
+            put(part, piece.put, arrived[slot].view(piece.shape))
 
     def _exchange(
         self,
