@@ -16,8 +16,8 @@ import numpy as np
 from ..cluster import Cluster
 from ..columns import counted
 from ..errors import CapacityError, ConfigError, LaunchError
+from ..node_support import load_average
 from ..train.config import Config, DataConfig, numbers_of, to_table, write
-from ..train.utilization import load_average
 from .runtime import usable_cores
 
 RunOnRanks = Callable[[Sequence[str]], "subprocess.CompletedProcess[str]"]

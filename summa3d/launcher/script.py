@@ -1,6 +1,6 @@
 """Runs a Python script or module on one rank as `python -m mpi4py` does, on one core where ranks outnumber the cores.
 
-`python -m summa3d.launch.script SCRIPT.py ARGS…` is what `summa3d launch -n N SCRIPT.py ARGS…` starts.
+`python -m summa3d.launcher.script SCRIPT.py ARGS…` is what `summa3d launch -n N SCRIPT.py ARGS…` starts.
 """
 
 from __future__ import annotations
