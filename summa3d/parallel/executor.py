@@ -15,7 +15,7 @@ from ..comm.channel import Channel, Incoming
 from ..comm.profile.ledger import Ledger
 from ..layout.copies import Copies
 from ..nn.layers.dropout import Batch
-from ..nn.models.base import Body, Inputs, LanguageModel
+from ..nn.models.base import Body, Inputs, LanguageModel, summed_terms
 from .schedule import PipelineMessage, Schedule, ScheduleOp
 
 Feed = Callable[[int], tuple[Inputs, Batch]]
@@ -37,16 +37,20 @@ class Stage:
     leaves: bool
     position: int | None = None
 
-    def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> Tensor:
-        """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last."""
+    def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last.
+
+        And what its layers add to the loss; None, where they add nothing.
+        """
         model = self.model
         x = model.enter(inputs, batch) if x is None else x
-        x = model.through(x, self.first, self.last, batch, model.visible(inputs))
+        with model.context.state.collecting() as terms:
+            x = model.through(x, self.first, self.last, batch, model.visible(inputs))
         if not self.leaves:
-            return x
+            return x, summed_terms(model.context, terms)
         if self.position is None:
-            return model.leave(x, inputs, batch)
-        return cast(LanguageModel, model).leave_at(x, self.position, batch)
+            return model.leave(x, inputs, batch), summed_terms(model.context, terms)
+        return cast(LanguageModel, model).leave_at(x, self.position, batch), None
 
 
 class ProgramStep(NamedTuple):
@@ -95,12 +99,14 @@ class PendingBackward(NamedTuple):
     """What backward needs of a forward: the root of its graph, and where the gradients of its output and input are put.
 
     deferred : where X leaves the weight gradients that W computes; None where B takes both gradients
+    term : what the layers add to the loss; None, nothing
     """
 
     root: Tensor
     of_output: list[Tensor]
     of_input: list[Tensor]
     deferred: list[DeferredWeightGradient] | None
+    term: Tensor | None
 
 
 @dataclass
@@ -113,6 +119,7 @@ class PipelineExecutor:
     wire : how a stream and its gradient travel
     sums : kind → what an op R or T of a chunk does
     announce : called by a W with the parameters whose gradients it takes, by identity
+    expect : called before the backward behind which the op R of its chunk comes
     pending : of the forwards whose backward is still to come, what it needs
     deferred : the weight gradients that an X has deferred, and its W computes
     handed : (kind, chunk, micro-batch) → the message of one of its stages to the next one, where both are its own
@@ -126,6 +133,7 @@ class PipelineExecutor:
     wire: Wire
     sums: Mapping[str, Callable[[int], None]] = field(default_factory=dict)
     announce: Callable[[frozenset[int]], None] = lambda parameters: None
+    expect: Callable[[int], None] = lambda chunk: None
     pending: dict[MicroBatchKey, PendingBackward] = field(default_factory=dict)
     deferred: dict[MicroBatchKey, list[DeferredWeightGradient]] = field(default_factory=dict)
     handed: dict[tuple[str, int, int], Tensor] = field(default_factory=dict)
@@ -138,7 +146,7 @@ class PipelineExecutor:
         return "between steps" if self.op is None else str(self.op)
 
     def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:
-        """Run a program, and return the losses of its micro-batches in order: on the last stage; elsewhere none.
+        """Run a program, and return the losses of its micro-batches in order: on the last stage; elsewhere what its layers add.
 
         Without gradients (torch.no_grad), its forwards alone. scale : the loss is multiplied by it before backward.
         forwarded : called once, behind the last forward.
@@ -159,6 +167,8 @@ class PipelineExecutor:
                     with self.ledger.phase("forward" if trains else "other"):
                         losses += self._forward(op, incoming, sent, micro, trains)
                 elif op.kind in "BX":
+                    if op.kind == "B" and any(step.op == ScheduleOp("R", op.chunk) for step in program[place + 1 : place + 2]):
+                        self.expect(op.chunk)
                     with self.ledger.phase("backward"):
                         self._backward(op, incoming, sent, scale)
                 elif op.kind == "W":
@@ -201,24 +211,24 @@ class PipelineExecutor:
             x = leaf_of(x, of_input)
         key, deferred = MicroBatchKey(op.chunk, op.micro), list[DeferredWeightGradient]() if self.split else None
         with stage.model.context.run_pass(key, deferred, forward=True):
-            y = stage.forward(x, *micro)
+            y, term = stage.forward(x, *micro)
         if trains:
             root = y if stage.leaves else root_of(y, of_output)
-            self.pending[key] = PendingBackward(root, of_output, of_input, deferred)
-        if stage.leaves:
-            return [y.detach()]
-        self._pass(y, "F", op.chunk + 1, op, sent)
-        return []
+            self.pending[key] = PendingBackward(root, of_output, of_input, deferred, term)
+        if not stage.leaves:
+            self._pass(y, "F", op.chunk + 1, op, sent)
+        return [one.detach() for one in ([y] if stage.leaves else []) + ([] if term is None else [term])]
 
     def _backward(self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, scale: float) -> None:
         key, stage = MicroBatchKey(op.chunk, op.micro), self.stages[op.chunk]
         pending = self.pending.pop(key)
         with stage.model.context.run_pass(key, pending.deferred):
-            if stage.leaves:
-                (pending.root * scale).backward()
-            else:
+            roots = [pending.root * scale if stage.leaves else pending.root]
+            if not stage.leaves:
                 pending.of_output.append(self._taken("B", op, incoming))
-                pending.root.backward()
+            if pending.term is not None:
+                roots.append(pending.term * scale)
+            torch.autograd.backward(roots)
         if pending.deferred is not None:
             self.deferred[key] = pending.deferred
         if not stage.enters:

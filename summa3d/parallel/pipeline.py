@@ -78,7 +78,7 @@ class Pipeline:
     rows : the rows of a micro-batch
     dtype : of the residual stream between layers
     replicas : what sums the gradients over the replicas of the job, in buckets of the chunks of `chunks_of`; None, nothing does
-    overlap : whether the sums of a chunk start behind its last backward; else they start behind all backwards
+    overlap : whether the sums of a chunk start in its last backward, and behind it; else they start behind all backwards
     scatter : whether ranks that hold copies of the stream send a part each, and gather the whole where it arrives; else each
         sends the whole
 
@@ -100,7 +100,7 @@ class Pipeline:
         self.stages = stages_in(model)
         self.model, self.name, self.homes, self.axis = model, schedule, self.stages.homes, None
         self.rows, self.dtype, self._device = rows, dtype, next(model.parameters()).device
-        self._sequence = model.config.sequence
+        self._sequence = context.contexts.local(model.config.sequence)
         channel = None
         if context.stages is not None:
             self.axis = job["pp"]
@@ -116,6 +116,8 @@ class Pipeline:
         self.executor = PipelineExecutor(held_stages(model), job.ledger, channel, wire, sums)
         if replicas is not None:
             self.executor.announce = replicas.announce
+            if overlap:
+                self.executor.expect = replicas.expect
         self.program = lru_cache(4)(self._program)
         _open_axes(context)
 
@@ -202,4 +204,6 @@ def _open_axes(context: Context) -> list[Axis]:
     layouts = (scheme.residual, scheme.after_linear(scheme.residual), scheme.pooled, scheme.after_linear(scheme.pooled))
     planes = [grid[axes] for axes in (lookup.gathered, lookup.part, lookup.copies)]
     planes += [of(layout) for layout in (*layouts, Layout(scheme.residual.dims[1])) for of in (context.rows, context.columns)]
+    if context.contexts.size > 1:
+        planes += [job["cp"], context.head_axis, context.ring_axis]
     return [*planes, context.copies.axis, grid.world, grid.ranked, job.world, job[context.sharded]]

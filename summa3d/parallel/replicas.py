@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from ..comm.health.agreement import check_agreement
-from ..comm.topology import replica_axes
+from ..comm.topology import SAME_ROWS, replica_axes
+from ..comm.transport.progress import IN_FLIGHT
 from ..comm.transport.select import NodeRule
 from ..layout.layout import split_sizes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
@@ -30,33 +31,37 @@ if TYPE_CHECKING:
 
 
 def plane_of(grid: BaseGrid) -> Axis:
-    """The plane of all replicas of a grid, in which each takes other rows; without replicas, an axis of this rank alone."""
+    """The plane of all replicas of a grid, which take other rows or positions; without replicas, an axis of this rank alone."""
     return grid[replica_axes(grid.shape)]
 
 
 def replica_rows(grid: BaseGrid, batch: int) -> slice:
-    """The rows of a global batch that this rank's replica takes: the same on all ranks of its inner grid. Moves nothing.
+    """The rows of a global batch that this rank's replica takes: the same on all ranks of its inner grid, and of its contexts.
 
-    batch : rows of all replicas; those of each differ by at most one, larger first
+    Moves nothing. batch : rows of all replicas; those of each differ by at most one, larger first
 
     >>> from summa3d.comm.grid import Place
     >>> replica_rows(Place({"dp": 2, "x": 2}, rank=3), 7)
     slice(4, 7, None)
     """
-    plane = plane_of(grid)
-    sizes = split_sizes(batch, plane.size)
-    start = sum(sizes[: plane.index])
-    return slice(start, start + sizes[plane.index])
+    index, many = 0, 1
+    for axis in replica_axes(grid.shape):
+        if axis not in SAME_ROWS:
+            index, many = index * grid.shape[axis] + grid.coordinates[axis], many * grid.shape[axis]
+    sizes = split_sizes(batch, many)
+    start = sum(sizes[:index])
+    return slice(start, start + sizes[index])
 
 
 @dataclass
 class Replicas:
     """The replicas of a model, seen from this rank: each computes with its own rows, and all take the same optimizer step.
 
-    A step sums the gradients once, whatever the number of micro-batches: `start_chunk` after the chunk's last backward (an op R
-    of the schedule), `finish` before the gradient norm, then `update`. With zero 2 it sums those of each micro-batch, a bucket as
-    soon as backward has left all of its gradients (`take`), and adds the sums to this rank's part. Of a backward in two parts, W
-    sums a bucket as soon as it has taken its own gradients, with those that X have left meanwhile, of whatever micro-batches.
+    A step sums the gradients once, whatever the number of micro-batches: in the chunk's last backward (`expect`), a bucket as
+    soon as its last gradient is there, and all others of the chunk behind it (`start_chunk`, an op R of the schedule);
+    `finish` comes before the gradient norm, then `update`. With zero 2 it sums those of each micro-batch, a bucket as soon as
+    backward has left all of its gradients (`take`), and adds the sums to this rank's part. Of a backward in two parts, W sums
+    a bucket as soon as it has taken its own gradients, with those that X have left meanwhile, of whatever micro-batches.
 
     Attributes
     ----------
@@ -78,6 +83,7 @@ class Replicas:
     _leaves: dict[int, str] = field(default_factory=dict)
     _announced: set[str] = field(default_factory=set)
     _without: list[str] = field(default_factory=list)
+    _awaited: dict[int, deque[tuple[Bucket, set[str]]]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -93,11 +99,14 @@ class Replicas:
         found = cls({state.name: state for state in states}, grid, buckets, zero)
         for axes in (*found.planes, replica_axes(grid.shape)):
             grid[axes]  # makes its communicator
-        for one in buckets if zero == 2 else ():
+        for one in buckets:
             for name in one.names:
                 state = found.states[name]
-                state.taken = partial(found.take, one)
-                found._leaves[id(state.leaf)] = name
+                if zero == 2:
+                    state.taken = partial(found.take, one)
+                    found._leaves[id(state.leaf)] = name
+                elif state.parameter.requires_grad:
+                    state.leaf.register_post_accumulate_grad_hook(partial(found._arrived, name))
         return found
 
     @property
@@ -155,9 +164,34 @@ class Replicas:
             self.start_chunk(chunk)
         self.finish()
 
+    def expect(self, chunk: int) -> None:
+        """Know that the backward to come completes the gradients of a chunk.
+
+        From now on a bucket's sums begin as soon as backward has left the last of its gradients, and those of the buckets before:
+        in the same order on every replica.
+        """
+        if self.zero < 2:
+            trained = {name for name, state in self.states.items() if state.parameter.requires_grad}
+            self._awaited[chunk] = deque((one, trained & set(one.names)) for one in self.buckets if one.chunk == chunk)
+
+    def _arrived(self, name: str, leaf: Tensor) -> None:
+        """Begin the sums that wait for a gradient that backward has left, and let MPI move what is in flight."""
+        for awaited in self._awaited.values():
+            for _, names in awaited:
+                names.discard(name)
+            with self.grid.ledger.phase("optimizer"):
+                while awaited and not awaited[0][1]:
+                    self.start(awaited.popleft()[0])
+            IN_FLIGHT.advance()
+
     def start_chunk(self, chunk: int) -> None:
-        """Begin the sums of a chunk's buckets: on every replica at the same place between the other chunks' ops."""
-        for bucket in self.buckets:
+        """Begin the sums of a chunk's buckets: on every replica at the same place between the other chunks' ops.
+
+        Those that began in the backward before (`expect`) are left out.
+        """
+        awaited = self._awaited.pop(chunk, None)
+        buckets = self.buckets if awaited is None else [bucket for bucket, _ in awaited]
+        for bucket in buckets:
             if bucket.chunk == chunk and (self.zero < 2 or self._taken.keys() & bucket.names):
                 self.start(bucket)
 
@@ -173,7 +207,7 @@ class Replicas:
             self._announced.remove(state.name)
             complete = self._announced.isdisjoint(bucket.names)
         else:
-            complete = self._taken.keys() >= set(bucket.names)
+            complete = self._taken.keys() >= {name for name in bucket.names if self.states[name].parameter.requires_grad}
         if complete:
             self.start(bucket)
 

@@ -166,13 +166,9 @@ def zb_v(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
 
 def _first(m: int, *kinds: str) -> list[ScheduleOp]:
     """Ops by kind and chunk (0 where it is left out), each for the next of m micro-batches, and left out behind the last."""
-    micros: Counter[str] = Counter()
-    found = []
-    for kind in kinds:
-        if micros[kind] < m:
-            found.append(ScheduleOp(kind[0], int(kind[1:] or 0), micros[kind]))
-        micros[kind] += 1
-    return found
+    following = {kind: iter([ScheduleOp(kind[0], int(kind[1:] or 0), micro) for micro in range(m)]) for kind in {*kinds}}
+    found = (next(following[kind], None) for kind in kinds)
+    return [op for op in found if op is not None]
 
 
 def looped(p: int, v: int) -> tuple[int, ...]:
@@ -286,7 +282,8 @@ def unchecked(name: str, p: int, m: int, v: int = 1, replicas: bool = False, tie
     for rank in range(p):
         held = held_stages(homes, p)[rank]
         table = held.index(0 if rank == ends[0] else len(homes) - 1) if tied and ends[0] != ends[1] and rank in ends else None
-        programs.append(tuple(_with_sums(rule.order(p, m, v, rank), replicas, table)))
+        ops = rule.order(p, m, v, rank)
+        programs.append(tuple(ops if table is None and not replicas else _with_sums(ops, replicas, table)))
     return Schedule(name, p, m, v, homes, tuple(programs))
 
 

@@ -107,39 +107,43 @@ def in_order(schedule: Schedule) -> Events:
     backward = [[-int(stage < many)] * schedule.m for stage in range(many + 1)]  # the same of gradients, for the stage before
     events, places, last = Events([], [], [], [], []), [0] * schedule.p, [0] * schedule.p
     together: dict[int, int] = {}  # the last events of the ranks of T before it
+    number, add_kind, add_own, add_given = 0, events.kinds.append, events.own.append, events.given.append
 
-    def needs(rank: int, op: ScheduleOp, stage: int) -> tuple[int, int]:
-        """The event of another rank, and that of this one, that an op waits for; below 0 where it has not come."""
-        if op.kind == "F":
-            return forward[stage][op.micro], 0
-        if op.kind in GRADIENT_SENDERS:
-            return backward[stage + 1][op.micro], forward[stage + 1][op.micro]
-        if op.kind == "T":
-            if not together and all(schedule.programs[one][places[one]].kind == "T" for one in joint):
-                together.update({one: last[one] for one in joint})
-            return max((turn for one, turn in together.items() if one != rank), default=0 if together else -1), 0
-        return 0, backward[stage][op.micro] if op.kind == "W" else 0
+    def joined(rank: int) -> int:
+        """The event of another rank that T waits for; below 0 where not all ranks of T are there."""
+        if not together and all(schedule.programs[one][places[one]].kind == "T" for one in joint):
+            together.update({one: last[one] for one in joint})
+        return max((turn for one, turn in together.items() if one != rank), default=0 if together else -1)
 
     going = True
     while going:
         going = False
         for rank, ops in enumerate(schedule.programs):
-            for op in ops[places[rank] :]:
-                stage = schedule.stages[rank][op.chunk]
-                given, own = needs(rank, op, stage)
+            stages, before = schedule.stages[rank], places[rank]
+            for kind, chunk, micro in ops[before:]:
+                stage, given, own = stages[chunk], 0, 0
+                if kind == "F":
+                    given = forward[stage][micro]
+                elif kind in GRADIENT_SENDERS:
+                    given, own = backward[stage + 1][micro], forward[stage + 1][micro]
+                elif kind == "T":
+                    given = joined(rank)
+                elif kind == "W":
+                    own = backward[stage][micro]
                 if given < 0 or own < 0:
                     break
-                events.ranks.append(rank)
-                events.ops.append(op)
-                events.kinds.append((op.kind, stage))
-                events.own.append(last[rank])
-                events.given.append(given)
-                last[rank] = len(events.ops)
-                if op.kind == "F":
-                    forward[stage + 1][op.micro] = last[rank]
-                elif op.kind in GRADIENT_SENDERS:
-                    backward[stage][op.micro] = last[rank]
-                places[rank], going = places[rank] + 1, True
+                add_kind((kind, stage))
+                add_own(last[rank])
+                add_given(given)
+                last[rank] = number = number + 1
+                if kind == "F":
+                    forward[stage + 1][micro] = number
+                elif kind in GRADIENT_SENDERS:
+                    backward[stage][micro] = number
+                places[rank] += 1
+            events.ranks.extend([rank] * (places[rank] - before))
+            events.ops.extend(ops[before : places[rank]])
+            going = going or places[rank] > before
     if any(place < len(ops) for place, ops in zip(places, schedule.programs, strict=True)):
         raise ConfigError(f"{schedule} deadlocks.")
     return events

@@ -13,7 +13,7 @@ from summa3d.comm.grid import Place
 from summa3d.comm.transport.select import NodeRule
 from summa3d.errors import AgreementError, ConfigError
 from summa3d.layout import Layout
-from summa3d.nn import build, scheme
+from summa3d.nn import build, initialise, scheme
 from summa3d.nn.parameter import new_parameter
 from summa3d.parallel.buckets import buckets_of
 from summa3d.parallel.pipeline import chunks_of, stages_of
@@ -163,3 +163,34 @@ def test_a_bucket_is_packed_where_it_is_summed_unless_it_is_too_large_for_the_no
     replicas.reduce()
     assert len(packed) == 2 - large and packed[0] is packed[-1] is not None
     assert state.own_gradient.numel() in (6, 9) and (state.own_gradient == 3).all()
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_last_backward_starts_sums_in_the_order_of_buckets_and_the_rest_comes_behind_it(make_grid, monkeypatch, zero):
+    """One replica alone has a gradient of `second`: what comes behind it waits on both, so that the order is the same."""
+    grid, module = make_grid(dp=2), torch.nn.Module()
+    for name, shape in SHAPES.items():
+        on_grid = scheme("serial", grid)
+        setattr(module, name, new_parameter(on_grid, Layout(*[()] * len(shape)), shape, ("constant", 1.0), torch.float64, True))
+    initialise(module, on_grid, 1)
+    replicas, started, index = Replicas.of(states_of(module, grid, zero), grid, zero, 1), [], grid.coordinates["dp"]
+    start = replicas.start
+    monkeypatch.setattr(replicas, "start", lambda bucket: started.append(bucket.names[0]) or start(bucket))
+
+    def backward(summands):
+        sum((1 + index) * getattr(module, name).square().sum() for name in summands).backward()
+
+    backward(SHAPES)
+    assert started == []  # another micro-batch comes
+    replicas.expect(0)
+    with grid.ledger.watch() as moved:
+        backward(["first", "vector", "last"] + ["second"] * index)
+    in_backward = ["last", "vector"] + ["second", "first"] * index
+    assert started == in_backward
+    assert moved.words == grid.ledger.total(phase="optimizer").words > 0
+    replicas.start_chunk(0)
+    replicas.finish()
+    assert started == ["last", "vector", "second", "first"]
+    for name, state in replicas.states.items():
+        assert (state.own_gradient == (2 * (1 + 2) * 2 if name != "second" else 2 * (1 + 2) + 2 * 2)).all(), name

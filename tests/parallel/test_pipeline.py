@@ -49,10 +49,10 @@ class Noting(AfterOps):
             def forward(self, x: Any, inputs: Any, batch: Any) -> Any:
                 if x is not None:
                     noted.inputs.append(StorageWeakRef(x.untyped_storage()))
-                y = super().forward(x, inputs, batch)
+                y, term = super().forward(x, inputs, batch)
                 if not self.leaves:
                     noted.outputs.append(StorageWeakRef(y.untyped_storage()))
-                return y
+                return y, term
 
         executor.stages = [Noted(**vars(stage)) for stage in executor.stages]
 

@@ -189,7 +189,7 @@ class TimedStage(Stage):
     def forward(self, x: Any, inputs: Any, batch: Any) -> Any:
         x = inputs["stream"].clone().requires_grad_() if x is None else x
         y = matmul(x, self.model.weight, self.model.product)
-        return y.sum() if self.leaves else y
+        return (y.sum() if self.leaves else y), None  # no term of a router
 
 
 UNITS = {("1f1b", 1): 33.0, ("interleaved", 2): 28.5, ("zb-h1", 1): 27.0, ("zb-v", 2): 25.5}

@@ -118,13 +118,18 @@ def test_a_pipeline_that_goes_on_has_the_bits_of_one_that_was_never_stopped(comm
     comm.Barrier()
     train_small(comm, whole, train__steps=4, **keys)
     train_small(comm, halves, train__steps=2, **keys)
-    summary = train_small(comm, halves, resume=True, train__steps=4, train__sample_tokens=3, **keys)
+    samples = {"train__sample_tokens": 3, "train__sample_prompts": '["class ", "x"]', "train__sample_every": 3}
+    summary = train_small(comm, halves, resume=True, train__steps=4, **samples, **keys)
     for name in ("loss", "grad_norm", "validation_loss"):
         assert numbers(halves, name) == numbers(whole, name), name
     index = json.loads((halves / "run" / "checkpoints" / "step-4" / "index.json").read_text())
     sizes = [entry["bytes"] for entry in index["files"].values()]
     assert len(sizes) == 2 and max(sizes) <= 1.05 * sum(sizes) / 2  # of the tied table each stage writes half
-    assert summary["grid"]["pp"] == 2 and summary["sample"].startswith("def ")
+    assert summary["grid"]["pp"] == 2 and summary["sample"] == summary["samples"][0]
+    ((step, meanwhile),) = ((line["step"], line["samples"]) for line in metrics_of(halves) if "samples" in line)
+    assert step == 3
+    for prompt, early, late in zip(["def ", "class ", "x"], meanwhile, summary["samples"], strict=True):
+        assert early.startswith(prompt) and late.startswith(prompt) and min(len(early), len(late)) > len(prompt)
     staged = train_small(comm, whole, resume=True, **{**keys, "train__steps": 4, "train__sample_tokens": 3, "train__keep": 0})
     model, plan, settings, tokenizer = generate.load(halves / "run", comm)
     with plan.whole.ledger.watch() as moved:

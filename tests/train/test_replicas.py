@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from mpi4py import MPI
 from nn_parity import global_weights, whole
 from scheme_table import FAMILIES
+from serial_runs import FEW, STEPS, check_against_serial, moved_by, numbers_of, trained
 from small_runs import metrics_of, shared_corpus, small_config, train_in_legs, train_small
 
 from summa3d.dry.step import run as run_dry
@@ -43,39 +43,6 @@ RUNS: dict[int, list[dict[str, Any]]] = {
     ],
     9: [{"scheme": "summa", "grid__dp": 3, "grid__x": 3, "grid__order": "dp,x", **LLAMA}],
 }
-STEPS: dict[str, Any] = {"train__steps": 20, "train__clip": 0.5, "train__batch": 36, "train__accumulate": 2, "train__keep": 0}
-STEPS |= {"train__evaluate_batches": 1, "train__evaluate_every": 10, "model__attention_dropout": 0.05}
-FEW = {"train__steps": 4, "train__evaluate_every": 2}
-"""As many steps use the moments of AdamW, which replicas share; in `make test` two ranks take all 20."""
-NUMBERS = ("loss", "grad_norm", "validation_loss")
-
-
-def numbers_of(folder: Path) -> list[float]:
-    return [line[name] for line in metrics_of(folder) for name in NUMBERS if name in line]
-
-
-def trained(comm: Any, folder: Path, name: str, **changes: Any) -> list[float]:
-    """Loss and norm of every step, and the validation losses, of a run in the folder `name`."""
-    if comm.rank == 0:
-        (folder / name).mkdir(parents=True)
-    comm.Barrier()
-    train_small(comm, folder / name, **changes)
-    return comm.bcast(numbers_of(folder / name) if comm.rank == 0 else None)
-
-
-def check_against_serial(
-    comm: Any, folder: Path, changes: dict[str, Any], tolerance: float, losses: bool = False, **more: Any
-) -> None:
-    """Losses and norms of all steps and two evaluations; with `losses`, the losses of the steps alone."""
-    settings = {**STEPS, **changes, **more}
-    alone = {key: value for key, value in settings.items() if not key.startswith(("grid", "vectors", "pipeline"))}
-    want = trained(MPI.COMM_SELF, folder, "serial", **{**alone, "scheme": "serial"}) if comm.rank == 0 else None
-    want = comm.bcast(want)
-    got = trained(comm, folder, "replicas", **settings)
-    assert len(got) == 2 * settings["train__steps"] + 2
-    if losses:
-        want, got = ([line["loss"] for line in metrics_of(folder / name)] for name in ("serial", "replicas"))
-    assert got == pytest.approx(want, rel=tolerance, abs=0)
 
 
 @pytest.mark.mpi(sizes=tuple(size for size in RUNS if size < 9))
@@ -124,8 +91,8 @@ def test_zero_overlap_and_the_size_of_buckets_change_no_bit(
 
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("overlap", [True, False])
-def test_the_sums_of_a_chunk_start_behind_its_last_backward(comm: Any, shared_tmp_path: Path, overlap: bool) -> None:
-    """While the other chunk computes; those of the tied table behind its sum over the stages. Without overlap, behind all."""
+def test_the_sums_of_a_chunk_start_in_its_last_backward(comm: Any, shared_tmp_path: Path, overlap: bool) -> None:
+    """Those of the chunk with the tied table behind its sum over the stages. Without overlap, behind all backwards."""
     changes = {**INTERLEAVED, "train__accumulate": 4, "train__batch": 24, "replicas__overlap": overlap}
     changes["pipeline__scatter"] = overlap
     config = small_config(shared_corpus(comm, shared_tmp_path), **{**changes, "replicas__bucket": 5000})
@@ -142,7 +109,8 @@ def test_the_sums_of_a_chunk_start_behind_its_last_backward(comm: Any, shared_tm
         (1, False): ["B 0.2", "B 0.3", "T 1", "R 0", "R 1"],
     }[run.pipeline.rank, overlap]
     for chunk in range(2):
-        first, last = ops[f"R {chunk}"]
+        tied = f"T {chunk}" in ops
+        first, last = ops[f"B {chunk}.3" if overlap and not tied else f"R {chunk}"]
         sums = [one for one in trace.communications if one.axis == "dp" and first <= one.start <= last]
         assert len(sums) == sum(bucket.chunk == chunk for bucket in run.replicas.buckets) > 0
         assert {one.phase for one in sums} == {"optimizer"}
@@ -216,14 +184,6 @@ def test_a_step_moves_each_gradient_and_each_weight_once(comm: Any, world_size: 
     assert {phase for phase, axis in step if "dp" in axis and axis != run.grid.world.label} == {"optimizer"}
     dry = run_dry(setting_of(config, comm.rank), training_of(config)).words()
     assert step == {(phase, axis): words for phase, axes in dry.items() for axis, words in axes.items() if words}
-
-
-def moved_by(run: Any) -> dict[tuple[str, str], int]:
-    """Words by phase and axis since the start; recomputation is backward's."""
-    found: dict[tuple[str, str], int] = {}
-    for row in run.grid.ledger.rows():
-        found[row.phase, row.axis] = found.get((row.phase, row.axis), 0) + row.amounts.words
-    return found
 
 
 LEGS = [
