@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, TypeVar
 
@@ -112,6 +113,8 @@ def check_kind(a: Distributed, b: Distributed, what: str, one_grid: bool = True)
 
 def check_sizes(shape: tuple[int, ...], dims: int | None = None) -> None:
     """Raise ShapeError unless `shape` is whole numbers of at least 0: one or more, or as many as `dims`."""
-    if len(shape) != (dims or max(1, len(shape))) or any(not is_whole(size) or size < 0 for size in shape):
+    listed = isinstance(shape, Sequence) and not isinstance(shape, str)
+    if not listed or len(shape) != (dims or max(1, len(shape))) or any(not is_whole(size) or size < 0 for size in shape):
         takes = "whole numbers of at least 0, one a dim" if dims is None else f"{dims} whole numbers of at least 0"
-        raise ShapeError(f"A {'tensor' if dims is None else 'matrix'} cannot have the shape {tuple(shape)}; it takes {takes}.")
+        given = tuple(shape) if listed else shape
+        raise ShapeError(f"A {'tensor' if dims is None else 'matrix'} cannot have the shape {given}; it takes {takes}.")

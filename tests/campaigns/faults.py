@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from safetensors import safe_open
 
 from summa3d import errors
 from summa3d.comm.health.processes import environment_of, launched_as
-from summa3d.launch.runtime import THREAD_VARIABLES
+from summa3d.launcher.runtime import THREAD_VARIABLES
 
 PLANTED = Path(__file__).with_name("planted")
 STEPS, BATCH = 20, 24
@@ -47,6 +47,9 @@ GRIDS = {
     8: [{"x": 2, "y": 2, "z": 2}],
 }
 """Ranks → grids: the first is that of the trials; runs that are launched again and again may take each in turn."""
+CONTEXTS: dict[int, dict[str, int]] = {2: {"cp": 2}, 4: {"cp": 2, "z": 2}, 8: {"cp": 2, "y": 2, "z": 2}}
+RING = {"context.kind": "ring", "model.attention_dropout": 0.0}
+"""Ranks → the grid of the trials with contexts (--contexts), and the settings of all their runs."""
 OTHERS: dict[int, tuple[int, dict[str, int]]] = {2: (1, {}), 4: (2, {"y": 2}), 8: (4, {"x": 2, "z": 2})}
 """Ranks → the ranks and the grid on which every other trial is resumed."""
 STAGES = ("start", "set-up", "forward", "backward", "optimizer", "evaluation", "copy", "write", "publish", "clean")
@@ -197,8 +200,8 @@ class Runs:
 class World:
     """The trials on so many ranks: the undisturbed run, how often each rank comes to each stage, and a run that is half done."""
 
-    def __init__(self, runs: Runs, ranks: int) -> None:
-        self.runs, self.ranks, self.grid = runs, ranks, GRIDS[ranks][0]
+    def __init__(self, runs: Runs, ranks: int, grid: dict[str, int]) -> None:
+        self.runs, self.ranks, self.grid = runs, ranks, grid
         self.whole, self.half = runs.folder / f"whole-{ranks}" / "run", runs.folder / f"half-{ranks}" / "run"
         self._checked(self.whole, 0, {"ranks": None, "counts": str(runs.folder / f"counts-{ranks}")})
         self.counts = [json.loads((runs.folder / f"counts-{ranks}.{rank}").read_text()) for rank in range(ranks)]
@@ -398,11 +401,11 @@ def with_private_memory() -> None:
         os.execve(shutil.which("unshare"), [*command, *sys.orig_argv], {**os.environ, PRIVATE: "1"})
 
 
-def campaign(runs: Runs, worlds: Sequence[int], kinds: Sequence[str], number: int, seed: int) -> list[Trial]:
-    """So many trials of each kind on each number of ranks; every one is said."""
+def campaign(runs: Runs, grids: Mapping[int, dict[str, int]], kinds: Sequence[str], number: int, seed: int) -> list[Trial]:
+    """So many trials of each kind on each number of ranks, and its grid; every one is said."""
     found = list[Trial]()
-    for ranks in worlds:
-        world = World(runs, ranks)
+    for ranks, grid in grids.items():
+        world = World(runs, ranks, grid)
         for kind in kinds:
             for place in range(number):
                 trial = world.trial(kind, place, seed)
@@ -615,6 +618,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--ranks", default="4,8", help="Try on so many ranks: of 2, 4 and 8.")
     parser.add_argument("--kinds", default=",".join(KINDS), help="Try these kinds of faults, with commas.")
     parser.add_argument("--trials", type=int, default=6, help="Trials of each kind on each number of ranks.")
+    parser.add_argument("--contexts", action="store_true", help="Split sequences over two ranks, in a ring.")
     parser.add_argument("--full", action="store_true", help="20 trials of each.")
     parser.add_argument("--seed", type=int, default=1, help="Of the moments.")
     parser.add_argument("--limit", type=float, default=5.0, help="Seconds of the watchdog of every run.")
@@ -647,7 +651,7 @@ def main() -> int:
     print(f"{os.cpu_count()} cores, {load}; limit {args.limit:g} s, room {args.room:g} s, seed {args.seed}")
     with tempfile.TemporaryDirectory(prefix="summa3d-faults-") as name:
         long = LARGER | (STABLE if args.grids == "several" else {}) if args.mtbf else {}
-        runs = Runs(Path(name), args.limit, args.room, **long)
+        runs = Runs(Path(name), args.limit, args.room, **long, **(RING if args.contexts else {}))
         if args.mtbf:
             result = failing_again_and_again(runs, args.worlds[0], args.mtbf, args.minutes, args.grids == "several", args.seed)
             tell_goodput(result)
@@ -660,7 +664,8 @@ def main() -> int:
             flat = all(abs(result[what]["grows"]) <= 0.01 * result[what]["steady"] for what in FLAT)
             claim("flat to 1 % after a quarter of the time; status 75 when asked to end", flat and result["status"] == 75)
         else:
-            trials = campaign(runs, args.worlds, args.chosen, 20 if args.full else args.trials, args.seed)
+            grids = {ranks: CONTEXTS[ranks] if args.contexts else GRIDS[ranks][0] for ranks in args.worlds}
+            trials = campaign(runs, grids, args.chosen, 20 if args.full else args.trials, args.seed)
             result = {"trials": [asdict(trial) for trial in trials], "load": os.getloadavg()[0]}
             status = core.report([line_of(*one) for one in enumerate(trials)], "faults", "longest: s")
     if args.json is not None:

@@ -88,6 +88,7 @@ def trials(file: Path, *arguments: str) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.wide
 def test_a_fault_ends_a_run_that_then_comes_to_the_same_numbers(tmp_path: Path) -> None:
     (trial,) = trials(tmp_path / "faults.json", "--ranks", "2", "--trials", "1", "--kinds", "exception", "--seed", "7")
     assert trial["status"] == 1 and trial["fault"]["stage"] == "write" and trial["again"] == 1

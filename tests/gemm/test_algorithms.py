@@ -32,8 +32,8 @@ def variants(name):
     """The options that change what moves."""
     options = ALGORITHMS[name].options
     if "panel" in options:
-        return [{}, {"panel": 3}, {"panel": 3, "lookahead": True}, {"lookahead": True}]
-    return [{}, {"sequence": True}] if "sequence" in options else [{}]
+        return [{}, {"panel": 3}, {"panel": 3, "lookahead": True}, {"lookahead": True}, {"pieces": 3}]
+    return [{}, {"sequence": True}, {"pieces": 3}, {"sequence": True, "pieces": 3}] if "sequence" in options else [{}]
 
 
 def usable(ranks, most):
@@ -56,7 +56,7 @@ def judges(comm, make_grid):
     return each
 
 
-@pytest.mark.mpi(sizes=SIZES)
+@pytest.mark.mpi(sizes=tuple(size for size in SIZES if size <= 12), every=True)
 def test_products_of_every_form_and_dtype_equal_numpys_and_cost_what_the_formulas_say(comm, judges):
     """Every form with every dtype; on some numbers of ranks each dtype once, the forms in turn."""
     turns = [(FORMS[(turn + comm.size) % 4], dtype) for turn, dtype in enumerate(NUMPY_DTYPES)]
@@ -66,7 +66,7 @@ def test_products_of_every_form_and_dtype_equal_numpys_and_cost_what_the_formula
 
 
 @pytest.mark.wide
-@pytest.mark.mpi(sizes=tuple(size for size in SIZES if size not in FULL))
+@pytest.mark.mpi(sizes=tuple(size for size in SIZES if size not in FULL), every=True)
 def test_so_do_those_of_every_form_with_every_dtype_on_other_numbers_of_ranks(judges):
     for judge in judges():
         for form, dtype in product(FORMS, NUMPY_DTYPES):
@@ -123,14 +123,13 @@ def test_a_reused_executor_gives_the_same_result_and_allocates_nothing(judges):
         for options in (first, last):
             for form in FORMS:
                 judge.product(form, "float64", UNEVEN, beta=2, repeat=3, **options)
-                assert (
-                    allocated_by_a_second_run(judge.grid, judge.name, form, options) < 24_000
-                )  # bytes; a block has 70 000 or more
+                held = allocated_by_a_second_run(judge.grid, judge.name, form, options)
+                assert held < 60_000, (judge.name, form, options)  # bytes; the third of a block has 170 000 or more
 
 
 def allocated_by_a_second_run(grid, name, form, options):
     """Bytes that a run holds beyond what the first one left, at most."""
-    plan = ALGORITHMS[name].plan(form, 240, 320, 280, **options)
+    plan = ALGORITHMS[name].plan(form, 480, 640, 560, **options)
     a, b, c = (
         distribute(operand(shape, "float64", "numpy", 1), grid, layout)
         for shape, layout in ((plan.a_shape, plan.a_layout), (plan.b_shape, plan.b_layout), (plan.c_shape, plan.c_layout))

@@ -166,6 +166,7 @@ def test_what_cannot_be_multiplied_is_refused_on_every_rank_before_anything_move
         ),
         (lambda: DistMatrix(a.block, plan.b_layout, grid, (9, 9)), ShapeError, "gives blocks"),
         (lambda: DistMatrix.from_function(np.add, (-1, 5), grid, plan.a_layout), ShapeError, "cannot have the shape (-1, 5)"),
+        (lambda: DistMatrix.eye(4, grid, plan.a_layout), ShapeError, "cannot have the shape 4; it takes 2 whole numbers"),
         (
             lambda: DistMatrix.from_function(lambda i, j: i + 1j * j, (4, 4), grid, plan.a_layout),
             ShapeError,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from cuboids import FORMS, GRIDS, RAGGED, check_product, wholes
@@ -12,9 +14,10 @@ from summa3d.dry.place import NODE_RULE
 from summa3d.dtypes import dtype_of
 from summa3d.errors import AgreementError, ConfigError, ShapeError
 from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul, volume
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.cost.machine import Machine
 from summa3d.gemm.pieces.schedule import pieces_of, rounds
-from summa3d.gemm.pieces.timing import best_pieces, pieces_on, predicted, seconds_of
+from summa3d.gemm.pieces.timing import best_pieces, pieces_on, predicted, seconds_of, steps_of
 from summa3d.layout import distribute, split_sizes
 from summa3d.nn.overlap import Overlap
 
@@ -76,6 +79,48 @@ def test_sums_have_the_bits_of_the_product_in_one_piece(comm, make_grid):
 
 
 @pytest.mark.mpi(sizes=(2,))
+def test_panels_and_rows_in_pieces_have_the_sums_of_one_piece(comm, make_grid):
+    """To rounding: some BLAS sum the products of another width in another order."""
+    for name, shape in (
+        ("summa", {"x": 1, "y": 2}),
+        ("summa", {"x": 2, "y": 1}),
+        ("oned-row", {"y": 2}),
+        ("oned-column", {"y": 2}),
+    ):
+        grid = make_grid(**shape, node_memory=False)
+        for form, sequence in product(("nn", "nt", "tn"), (False, True)):
+            if name == "summa" and sequence:
+                continue
+            options = {} if name == "summa" else {"sequence": sequence}
+            plans = [ALGORITHMS[name].plan(form, 64, 48, 96, pieces=pieces, **options) for pieces in (1, 4)]
+            (a, b, _), *_ = wholes(plans[0], "numpy", "float64")
+            blocks = distribute(a, grid, plans[0].a_layout), distribute(b, grid, plans[0].b_layout)
+            one, cut = (ALGORITHMS[name].executor(plan, grid).run(*blocks) for plan in plans)
+            assert np.linalg.norm(one - cut) < 1e-14 * np.linalg.norm(one), (name, shape, form, sequence)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_the_priced_steps_multiply_and_move_what_the_formulas_count(pieces):
+    """In one piece a rank is busy with the panels that it sends, too."""
+    cases = [("summa", {"x": 2, "y": 3}), ("tesseract", {"x": 2, "y": 2, "d": 2}), ("ca25d", {"x": 2, "y": 2, "d": 2})]
+    for name, shape in [*cases, ("oned-row", {"y": 4}), ("oned-column", {"y": 4})]:
+        for form in ("nn", "nt", "tn"):
+            plan = ALGORITHMS[name].plan(form, 144, 72, 216, pieces=pieces)
+            at = dict.fromkeys(shape, 1)
+            steps = steps_of(plan, shape, at)
+            assert sum(np.prod(step.product) for step in steps) * np.prod([*shape.values()]) == 144 * 72 * 216
+            words = sum(sum(step.arriving) + step.leaving for step in steps)
+            counted = volume.of_plan(plan, shape).words_of(at)
+            assert words == counted if pieces > 1 or "oned" in name else words > counted, (name, form)
+
+
+@pytest.mark.parametrize("more", [{"panel": 3}, {"lookahead": True}])
+def test_pieces_beside_a_width_of_panels_are_refused(more):
+    with pytest.raises(ShapeError, match="pieces are panels of a width of their own"):
+        ALGORITHMS["summa"].plan("nn", 3, 4, 5, pieces=2, **more)
+
+
+@pytest.mark.mpi(sizes=(2,))
 def test_ranks_that_ask_for_other_pieces_hear_of_it_before_anything_moves(comm, make_grid):
     grid = make_grid(x=1, y=2, z=1, node_memory=False)
     a, b = (
@@ -85,6 +130,11 @@ def test_ranks_that_ask_for_other_pieces_hear_of_it_before_anything_moves(comm, 
     assert np.array_equal(matmul(a, b, pieces=3).to_global(), np.full((12, 8), 5.0))
     with pytest.raises(AgreementError, match=r"pieces.*2.*on rank 0.*pieces.*4.*on rank 1"):
         matmul(a, b, pieces=2 + 2 * comm.rank)
+    grid = make_grid(x=1, y=2, node_memory=False)
+    a, b = (DistMatrix.from_global(np.ones(shape), grid, "m:x k:y") for shape in ((12, 5), (5, 8)))
+    assert np.array_equal(matmul(a, b, algorithm="summa", pieces=3).to_global(), np.full((12, 8), 5.0))
+    with pytest.raises(AgreementError, match=r"pieces.*2.*on rank 0.*pieces.*4.*on rank 1"):
+        matmul(a, b, algorithm="summa", pieces=2 + 2 * comm.rank)
 
 
 @pytest.mark.parametrize("pieces", [0, -1, 1.5, "2"])

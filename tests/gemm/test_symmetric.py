@@ -222,6 +222,7 @@ def test_the_lower_triangle_on_one_rank_its_packing_and_its_mirror_image(dtype, 
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int32", "int64"])
+@pytest.mark.turns
 def test_every_dtype_with_factors_and_an_output_that_is_not_symmetric(comm, make_grid, dtype, kind):
     grid, values = make_grid(x=2, y=2), numbers(dtype, (11, 7), 1)
     if dtype in ("float16", "bfloat16"):
@@ -373,6 +374,7 @@ def test_memory_that_a_product_takes_is_at_most_what_the_plan_says(comm):
 
 @pytest.mark.mpi(sizes=(1, 4, 9))
 @pytest.mark.parametrize("dtype", ["complex128", "float16"])
+@pytest.mark.turns
 def test_the_packed_half_adds_scales_multiplies_and_completes(comm, make_grid, dtype):
     grid = make_grid(x=3 if comm.size == 9 else min(2, comm.size), y=3 if comm.size == 9 else max(1, comm.size // 2))
     values = numbers("int64" if dtype == "float16" else dtype, (13, 5), 2)

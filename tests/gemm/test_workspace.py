@@ -140,6 +140,7 @@ def test_a_limit_has_no_other_algorithm_and_is_agreed_on(comm, make_grid):
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16", "complex64", "complex128", "int32"])
 @pytest.mark.parametrize("subscripts", ["bmk,bkn->bmn", "kbm,nbk->nmb"])
+@pytest.mark.pairs
 def test_einsum_writes_alpha_and_beta_times_out(comm, make_grid, kind, dtype, subscripts):
     grid, sizes = make_grid(x=2, y=2), {"b": 3, "m": 5, "n": 7, "k": 11}
     shapes = [tuple(sizes[letter] for letter in names) for names in subscripts.replace("->", ",").split(",")]

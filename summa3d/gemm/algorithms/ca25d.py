@@ -9,8 +9,8 @@ from ...comm.device.arrays import Array
 from ...layout.layout import Layout, split_range, split_sizes
 from ..local.blas import seed
 from .executor import Executor
-from .panels import BroadcastPanels, panels
-from .summa import Outer, SummaPlan
+from .panels import BroadcastPanels, divided, panels
+from .summa import Outer, SummaPlan, in_loops
 from .tesseract import square_grids
 
 
@@ -56,10 +56,16 @@ class Ca25d(Executor):
     def _prepare(self) -> None:
         plan, grid = self.plan, self.grid
         x, y, self.depth = grid[plan.x], grid[plan.y], grid[plan.d]
-        cuts = panels(*split_range(0, plan.k, self.depth.size, self.depth.index), x.size, y.size, plan.panel)
-        left = BroadcastPanels(self.workspace, "a", y, "y", 1 if plan.form[0] == "n" else 0, cuts, plan.lookahead)
-        right = BroadcastPanels(self.workspace, "b", x, "x", 0 if plan.form[1] == "n" else 1, cuts, plan.lookahead)
-        self.loop = Outer(self.workspace, plan.form, left, right)
+        span = split_range(0, plan.k, self.depth.size, self.depth.index)
+        workspace = self.workspace
+
+        def loop(pieces: int) -> Outer:
+            ahead, cuts = plan.ahead(pieces, grid.shape), divided(panels(*span, x.size, y.size, plan.panel), pieces)
+            left = BroadcastPanels(workspace, "a", y, "y", 1 if plan.form[0] == "n" else 0, cuts, ahead)
+            right = BroadcastPanels(workspace, "b", x, "x", 0 if plan.form[1] == "n" else 1, cuts, ahead)
+            return Outer(workspace, plan.form, left, right)
+
+        self.loop = in_loops(plan, grid, loop)
         self.copy = Layout((plan.x,), (plan.y,)).local_shape(plan.c_shape, grid.shape, grid.coordinates)
         self.rows = split_sizes(self.copy[0], self.depth.size)
 

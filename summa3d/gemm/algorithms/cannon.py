@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import isqrt
+from math import isqrt, prod
 from typing import Any
 
 from ...comm.axis import Axis
@@ -12,6 +12,7 @@ from ...comm.device.arrays import Array
 from ...comm.pending import Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add
+from ..pieces.slabs import each_slab
 from .executor import Executor
 from .plan import ProductPlan
 from .summa import normal
@@ -47,7 +48,10 @@ class CannonPlan(ProductPlan):
 
 
 class Cannon(Executor):
-    """Cannon's algorithm: in nn A and B shift, in nt and tn one operand and the accumulating C. Source: Cannon 1969."""
+    """Cannon's algorithm: in nn A and B shift, in nt and tn one operand and the accumulating C. Source: Cannon 1969.
+
+    Between nodes a step is multiplied slab by slab, so that MPI moves the shifts meanwhile.
+    """
 
     plan: CannonPlan
 
@@ -84,9 +88,7 @@ class Cannon(Executor):
             left, right = arrived
             last = step == self.q - 1
             coming = () if last else (along_y.shift(left, 1, first + step + 1), along_x.shift(right, 1, first + step + 1))
-            self.workspace.accumulate(
-                along_y.widened(left), along_x.widened(right), self.plan.form, out, alpha, beta if step == 0 else 1, scratch
-            )
+            self._multiply(along_y.widened(left), along_x.widened(right), out, alpha, beta if step == 0 else 1, scratch)
             arrived = finish(*coming)
 
     def _shift_sum(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
@@ -103,12 +105,17 @@ class Cannon(Executor):
                 (total,) = finish(sums.shift(total, 1, first + step))
             panel = moving.widened(block)
             operands = (panel, staying) if a_moves else (staying, panel)
-            self.workspace.accumulate(
-                *operands, self.plan.form, total, alpha, int(step > 0), self.workspace.scratch(total, sums.capacity)
-            )
+            self._multiply(*operands, total, alpha, int(step > 0), self.workspace.scratch(total, sums.capacity))
             block = finish(*coming)[0] if coming else block
         (total,) = finish(sums.shift(total, -moving.axis.index, sums.axis.index))
         add(total, out, beta)
+
+    def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any, scratch: Array | None) -> None:
+        """A step's product, in slabs where a shift may leave the node meanwhile."""
+        form, whole = self.plan.form, self.q * prod(out.shape) * a.shape[1 if self.plan.form[0] == "n" else 0]
+        inside = all(axis.node_bytes is not None for axis in (self.x, self.y))
+        for part, rows in ((a, out),) if inside else each_slab(form, a, out, whole):
+            self.workspace.accumulate(part, b, form, rows, alpha, beta, None if scratch is None else scratch[: len(rows)])
 
 
 Move = tuple[Array, list[Pending]]

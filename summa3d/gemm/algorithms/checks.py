@@ -20,6 +20,12 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int | np.integer)
 
 
+def check_pieces(pieces: Any) -> None:
+    """Raise ShapeError unless it is a number of pieces into which a message can be cut."""
+    if not is_whole(pieces) or pieces < 1:
+        raise ShapeError(f"pieces is {pieces!r}; a message is cut into a whole number of at least 1.")
+
+
 def check_dtype(array: Array) -> str:
     """The name of its dtype. Raises ShapeError for one whose sums over ranks are not defined: the same on every grid."""
     name = dtype_name(array)

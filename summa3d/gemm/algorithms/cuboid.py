@@ -6,7 +6,7 @@ products of the same algorithm with permuted roles (dA: y↔z, dB: x↔z), and n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from ...errors import ShapeError
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import scale
 from ..pieces.executor import PiecedProduct, StartedProduct, WholeMoves
-from .checks import is_whole
+from .checks import check_pieces
 from .executor import Executor
 from .plan import ProductPlan
 from .workspace import Workspace
@@ -59,8 +59,7 @@ class CuboidPlan(ProductPlan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not is_whole(self.pieces) or self.pieces < 1:
-            raise ShapeError(f"pieces is {self.pieces!r}; a message is cut into a whole number of at least 1.")
+        check_pieces(self.pieces)
         for name in ("a_fine", "b_fine", "c_fine"):
             if getattr(self, name) not in (0, 1):
                 raise ShapeError(f"{name} is {getattr(self, name)}; the fine split lies on dim 0 (rows) or 1 (columns).")
@@ -112,6 +111,14 @@ class Moves(NamedTuple):
         return cls(axis, axis.size == 1, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim=dim, sizes=sizes))
 
 
+def moves_of(plan: CuboidPlan, axes: Sequence[Axis], grid_shape: Mapping[str, int], at: Mapping[str, int]) -> dict[str, Moves]:
+    """What moves of a, b and c over the axes in the roles x, y, z."""
+    m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+    (x, y, z), extents = axes, {"m": m, "n": n, "k": k}
+    wholes = {"a": (y, plan.a_names, plan.a_fine), "b": (x, plan.b_names, plan.b_fine), "c": (z, "mn", plan.c_fine)}
+    return {name: Moves.of(axis, (extents[names[0]], extents[names[1]]), fine) for name, (axis, names, fine) in wholes.items()}
+
+
 class Cuboid(Executor):
     """A plan bound to the axes of a grid: C = op(A)·op(B) by gathering A along y and B along x, and scatter-adding C along z.
 
@@ -133,13 +140,8 @@ class Cuboid(Executor):
         plan, grid = self.plan, self.grid
         self.ledger = grid.ledger
         self.x, self.y, self.z = grid[plan.x], grid[plan.y], grid[plan.z]
-        coarse = Layout((plan.x,), (plan.y,), (plan.z,))
-        self.m, self.n, k = coarse.local_shape((plan.m, plan.n, plan.k), grid.shape, grid.coordinates)
-        a = (self.m, k) if plan.form[0] == "n" else (k, self.m)
-        b = (k, self.n) if plan.form[1] == "n" else (self.n, k)
-        c = (self.m, self.n)
-        wholes = {"a": (self.y, a, plan.a_fine), "b": (self.x, b, plan.b_fine), "c": (self.z, c, plan.c_fine)}
-        self._moves = {name: Moves.of(*whole) for name, whole in wholes.items()}
+        self._moves = moves_of(plan, (self.x, self.y, self.z), grid.shape, grid.coordinates)
+        self.m, self.n = self._moves["c"].whole
         self.is_local = all(moves.alone for moves in self._moves.values())
         self._starts: dict[tuple[Any, ...], tuple[Collective, tuple[int, int] | None, bool]] = {}
 
@@ -147,7 +149,7 @@ class Cuboid(Executor):
         """Gather A along y and B along x, multiply, reduce-scatter C along z."""
         if self.plan.pieces > 1:
             whole = WholeMoves(self._gather, self._summand, self._add_parts)
-            product = PiecedProduct(self.plan, self.grid, self.workspace, self._moves, whole)
+            product = PiecedProduct(self.plan, self.grid.shape, self.grid.coordinates, self.workspace, self._moves, whole)
             product.start({"a": a, "b": b}, out, alpha, beta).wait()
             return
         first = self._start_gather("a", a, into_workspace=True) if self.y.size > 1 else None
@@ -219,9 +221,16 @@ class Cuboid(Executor):
         """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
         return self._gathered("b", b, view)
 
-    def start_gather_b(self, b: Array) -> Pending:
-        """Start gathering B along x, into memory of its own. Words: gathered − own."""
-        return self._moves["b"].gather.of(b).start(b)
+    def start_gather_b(self, b: Array, behind: bool = False) -> Pending:
+        """Start gathering B along x, into memory of its own. Words: gathered − own.
+
+        behind : between nodes it comes in the plan's pieces, which travel where products leave the port free
+        """
+        moves = self._moves["b"]
+        if not behind or moves.alone or moves.axis.offers_views(b) or prod(moves.whole) == 0:
+            return moves.gather.of(b).start(b)
+        sizes = split_sizes(moves.whole[moves.dim], moves.axis.size)
+        return self.workspace.behind.start(moves.axis, b, moves.whole, moves.dim, sizes, self.plan.pieces)
 
     def gather_c(self, c: Array, view: bool = False) -> Array:
         """A gradient of C gathered along z: what both dA and dB are products of. `view` as in gather_a, along z."""
@@ -261,7 +270,8 @@ class Cuboid(Executor):
             return collective.start(partial, out) if in_flight else Completed(collective.run(partial, out))
 
         moves = WholeMoves(lambda name, block: self._gathered(name, block, view), summand, add)
-        product = PiecedProduct(self.plan, self.grid, Workspace(self.grid), self._moves, moves)
+        grid, workspace = self.grid, Workspace(self.grid, stays=False)
+        product = PiecedProduct(self.plan, grid.shape, grid.coordinates, workspace, self._moves, moves)
         return product.start(blocks, empty(self.c_block, like), here=here)
 
     def scatter_c(self, partial: Array) -> Array:

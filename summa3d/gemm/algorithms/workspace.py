@@ -13,20 +13,28 @@ from ...comm.grid import BaseGrid
 from ..local import blas
 from ..local.blas import accumulation_like, adds_in_place
 from ..local.multiply import multiply
+from ..pieces.behind import BehindQueue
 
 
 class Workspace:
     """Named buffers that are allocated once, counted in the ledger, and live as long as the executor that owns them.
 
     An executor's products and copies go through it, so that a trace shows them as spans.
+
+    stays : whether it lives from one product to the next, or is of one product alone
     """
 
-    def __init__(self, grid: BaseGrid) -> None:
-        self.ledger, self._grid = grid.ledger, grid
+    def __init__(self, grid: BaseGrid, stays: bool = True) -> None:
+        self.ledger, self._grid, self._stays = grid.ledger, grid, stays
         self._buffers: dict[str, Array] = {}
         self._views: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}  # of numpy's buffers, in the shapes that come
         self.nbytes = 0
         """Bytes of all buffers."""
+
+    @property
+    def behind(self) -> BehindQueue:
+        """What is gathered behind the products of this workspace's job."""
+        return BehindQueue.of(self._grid)
 
     def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
         """A C-ordered array of `shape` and of `like`'s kind and dtype; `capacity` elements, its maximum, are allocated."""
@@ -39,7 +47,7 @@ class Workspace:
             if held is not None:
                 self.nbytes -= self._buffers.pop(name).nbytes
             del held
-            held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like))
+            held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like), stays=self._stays)
             self.nbytes += held.nbytes
             self._views = {kept: other for kept, other in self._views.items() if kept[0] != name}
         view = held[:count].reshape(tuple(shape))

@@ -85,7 +85,7 @@ class AnyProduct:
 
     def _summand(self, a: Array, b: Array, alpha: Any) -> Array:
         """This rank's summand of its part of C, times α, in the dtype that sums are taken in."""
-        workspace, view, operands = Workspace(self.grid), self.plan.views[2], (detached(a), detached(b))
+        workspace, view, operands = Workspace(self.grid, stays=False), self.plan.views[2], (detached(a), detached(b))
         made = None
         for panel in self.fetches:
             pairs = zip(range(2), panel, operands, strict=True)

@@ -134,7 +134,9 @@ class ComputeLayouts:
         seen = tuple(dict.fromkeys(hints)) if len(sizes) > ALL_ORDERS else ()
         self.all = combinations(letters, c, sizes, self._roles(tensors), seen, own_dealt)
         self.parts = {letter: self._parts(letter) for letter in letters}
-        self.sizes = {letter: np.stack([part.size for part in parts]) for letter, parts in self.parts.items()}
+        self.sizes = {letter: np.array([part.size for part in parts]) for letter, parts in self.parts.items()}
+        self._stacked: dict[str, RangeParts] = {}
+        self._overlapping: dict[tuple[str, int], np.ndarray] = {}
         self.addings = ways_of_adding(c)
         self.held = {
             name: request.spaces[one.space].held(one.layout, one.shape)
@@ -175,15 +177,20 @@ class ComputeLayouts:
             found.append(known[axes])
         return found
 
-    def _overlaps(self, held: RankParts, dim: str) -> np.ndarray:
-        """Indices of a dim that each rank holds and computes with, a row for each split."""
-        parts = self.parts[dim]
-        ranges = [part for part in parts if isinstance(part, RangeParts)]
-        stacked = RangeParts(np.stack([part.start for part in ranges]), np.stack([part.stop for part in ranges]))
-        rows, found = iter(overlap(held, stacked)), []
-        for part in parts:
-            found.append(next(rows) if isinstance(part, RangeParts) else overlap(held, part))
-        return np.stack(found)
+    def _overlaps(self, name: str, place: int, dim: str) -> np.ndarray:
+        """Indices of a dim of A, B or C that each rank holds and computes with, a row for each split."""
+        if (name, place) not in self._overlapping:
+            held, parts = self.held[name][place], self.parts[dim]
+            if dim not in self._stacked:
+                ranges = [part for part in parts if isinstance(part, RangeParts)]
+                starts, stops = np.array([part.start for part in ranges]), np.array([part.stop for part in ranges])
+                self._stacked[dim] = RangeParts(starts, stops)
+            found = overlap(held, self._stacked[dim])
+            if len(found) < len(parts):
+                rows = iter(found)
+                found = np.array([next(rows) if isinstance(part, RangeParts) else overlap(held, part) for part in parts])
+            self._overlapping[name, place] = found
+        return self._overlapping[name, place]
 
     # -- costs of the steps -------------------------------------------------------------------------------------------------
 
@@ -199,8 +206,7 @@ class ComputeLayouts:
 
     def _common(self, name: str, names: str, numbers: Mapping[str, np.ndarray]) -> np.ndarray:
         """Elements that each rank has in both its block of A, B or C and what it computes with."""
-        held = zip(self.held[name], names, strict=True)
-        return _product([self._overlaps(parts, letter)[numbers[letter]] for parts, letter in held])
+        return _product([self._overlaps(name, place, letter)[numbers[letter]] for place, letter in enumerate(names)])
 
     def _fetch(self, name: str, one: Owned) -> tuple[np.ndarray, np.ndarray]:
         """Words and seconds of bringing A or B to each compute layout."""

@@ -6,7 +6,7 @@ Every rank makes the same choice.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 from operator import attrgetter
@@ -19,6 +19,7 @@ from ...dtypes import Dtype, dtype_of
 from ...errors import ConfigError, ShapeError
 from ..algorithms import registry
 from ..algorithms.checks import is_whole
+from ..pieces.timing import best_pieces, predicted
 from .machine import Machine
 from .mean import Mean, lower_bound
 
@@ -54,9 +55,43 @@ class Candidate:
         """Mean over the ranks in use."""
         return float(self.mean.words)
 
+    @property
+    def pieces(self) -> int:
+        """Into how many pieces messages are cut."""
+        return getattr(self.plan, "pieces", 1)
+
+    @property
+    def messages(self) -> float:
+        """Mean over the ranks in use."""
+        return float(self.mean.messages * self.pieces)
+
     @cached_property
     def seconds(self) -> float:
-        """Predicted for the busiest rank: its products at the speed of their shape, what it receives, and its sums."""
+        """Predicted for the busiest rank: its products at the speed of their shape, what it receives, and its sums.
+
+        In pieces, as much of that as the schedule of the pieces takes of its own seconds in one.
+        """
+        return self.in_one_piece * self.share_of_one
+
+    @cached_property
+    def share_of_one(self) -> float:
+        """Seconds in the plan's pieces ÷ those in one."""
+        if self.pieces == 1:
+            return 1.0
+        at, rest = dict.fromkeys(self.grid, 0), (self.dtype, self.machine)
+        return predicted(self.plan, self.grid, at, *rest) / predicted(replace(self.plan, pieces=1), self.grid, at, *rest)
+
+    def in_pieces(self, memory_limit: int | None) -> Candidate:
+        """The candidate in the pieces of fewest predicted seconds; itself in one node's memory, or in panels of a given width."""
+        if self.machine.node or "pieces" not in registry.ALGORITHMS[self.algorithm].options or getattr(self.plan, "panel", None):
+            return self
+        count = best_pieces(self.plan, self.grid, self.dtype, self.machine)
+        found = replace(self, plan=replace(self.plan, pieces=count))
+        return self if memory_limit is not None and found.workspace_bytes > memory_limit else found
+
+    @cached_property
+    def in_one_piece(self) -> float:
+        """Predicted seconds where nothing is cut into pieces."""
         mean, crowding = self.mean, self.machine.cluster.crowding(self.ranks)
         sizes = zip(self._extents(), (mean.m, mean.n, mean.k), strict=True)
         m, n, k = (_largest(extent, part) for extent, part in sizes)
@@ -100,7 +135,8 @@ class Candidate:
 
     def __str__(self) -> str:
         panel = getattr(self.plan, "panel", None)
-        return f"{self.algorithm} {describe(self.grid)}" + (f" panel {panel}" if panel else "")
+        pieces = f" in {self.pieces} pieces" if self.pieces > 1 else ""
+        return f"{self.algorithm} {describe(self.grid)}" + (f" panel {panel}" if panel else "") + pieces
 
 
 @dataclass(frozen=True)
@@ -120,11 +156,12 @@ class Choice:
     plan = property(
         attrgetter("best.plan"), doc="The plan to run, by `registry.ALGORITHMS[choice.algorithm].executor(plan, grid)`."
     )
+    pieces = property(attrgetter("best.pieces"), doc="Into how many pieces messages are cut.")
     used = property(attrgetter("best.ranks"), doc="Ranks in use; the others idle.")
     idle = property(lambda self: self.ranks - self.used, doc="Ranks that are left out.")
     words = property(attrgetter("best.words"), doc="Words that a rank in use receives, on average.")
     max_words = property(attrgetter("best.max_words"), doc="Words of the rank that receives most.")
-    messages = property(attrgetter("best.mean.messages"), doc="Messages that a rank in use receives, on average.")
+    messages = property(attrgetter("best.messages"), doc="Messages that a rank in use receives, on average.")
     workspace_bytes = property(attrgetter("best.workspace_bytes"), doc="Peak workspace of the rank that needs most.")
     seconds = property(attrgetter("best.seconds"), doc="Predicted time of the busiest rank.")
 
@@ -148,7 +185,7 @@ class Choice:
             str(candidate.ranks),
             f"{candidate.words:,.0f}",
             f"{candidate.words / self.bound:.2f}" if self.bound else "-",
-            f"{candidate.mean.messages:,.0f}",
+            f"{candidate.messages:,.0f}",
             f"{candidate.workspace_bytes:,}",
             f"{candidate.seconds:.3g}",
         )
@@ -171,7 +208,8 @@ def choose(
     ranks are used where their grid comes within 1.15 of the communication lower bound. Where it does not (7, 11, 13, 31
     ranks), fewer are looked at too, down to half: of the counts within 10 % of the shortest predicted time, the one with the
     fewest words. On a machine that is one `node`, whose memory is read in place, words cost next to nothing: there the shortest
-    predicted time wins, on all ranks.
+    predicted time wins, on all ranks. What is taken is cut into the pieces of fewest predicted seconds, by the latency and the
+    rates of the description: into one on a machine that is one node.
 
     Parameters
     ----------
@@ -205,7 +243,11 @@ def choose(
     others = [candidate for candidate in here if candidate is not best][: SHOWN - 1]
     if best.ranks < ranks:
         others = (here[:3] + sorted((one for one in alike if one is not best), key=lambda one: one.seconds))[: SHOWN - 1]
-    return Choice(best, others, ranks, bound, _reason(best, here, ranks, awkward, fastest), shape=(m, n, k))
+    why = _reason(best, here, ranks, awkward, fastest)
+    best, *others = (one.in_pieces(memory_limit) for one in (best, *others))
+    if best.pieces > 1:
+        why += f" In {best.pieces} pieces it takes {best.share_of_one:.0%} of the seconds of one."
+    return Choice(best, others, ranks, bound, why, shape=(m, n, k))
 
 
 @dataclass
@@ -274,7 +316,7 @@ def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool, f
     idle = f"{ranks - best.ranks} of {counted(ranks, 'rank')} idle: "
     if not here:
         return idle + f"nothing on {counted(ranks, 'rank')} fits the memory limit."
-    all_of_them, these = (f"{one.words:,.0f} words each, {one.seconds:.3g} s" for one in (here[0], best))
+    all_of_them, these = (f"{one.words:,.0f} words each, {one.seconds:.3g} s in one piece" for one in (here[0], best))
     if best.seconds > fastest:
         these += f" (within {ALIKE - 1:.0%} of the fastest, {fastest:.3g} s, the fewest words)"
     return idle + f"{best.ranks} would move {these}; all of them {all_of_them}."

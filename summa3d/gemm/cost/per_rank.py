@@ -6,7 +6,7 @@ Each is ``(plan, grid_shape, coordinates, conditions) → Cost``; the registry m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -19,12 +19,12 @@ from ..algorithms.agarwal import AgarwalPlan, broadcast_layout
 from ..algorithms.ca25d import Ca25dPlan
 from ..algorithms.cannon import CannonPlan
 from ..algorithms.cuboid import CuboidPlan
-from ..algorithms.oned import OnedColumnPlan, OnedRowPlan
-from ..algorithms.panels import panels
+from ..algorithms.oned import OnedColumnPlan, OnedRowPlan, with_alone
+from ..algorithms.panels import divided, panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from ..pieces.schedule import schedule_of
+from ..pieces.schedule import pieces_of, schedule_of
 from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
@@ -106,9 +106,9 @@ class Cuts:
 
 
 @lru_cache(maxsize=256)
-def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None) -> Cuts:
+def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None, pieces: int = 1) -> Cuts:
     """The panels of start:stop, counted."""
-    found = panels(start, stop, x_parts, y_parts, width)
+    found = divided(panels(start, stop, x_parts, y_parts, width), pieces)
     widths = Counter(panel.width for panel in found)
     count_of_owner = {"x": Counter(panel.x_owner for panel in found), "y": Counter(panel.y_owner for panel in found)}
     return Cuts(len(found), max(widths, default=0), widths, count_of_owner)
@@ -132,18 +132,20 @@ def panel_broadcasts(
     if grid_shape[axis] == 1:
         return Cost(0, 0, wide)
     messages = cut.count - cut.count_of_owner[role][at[axis]]
-    return Cost(rest * (extent - block[dim]), messages, buffers(plan, cut) * cut.widest * rest + wide)
+    held = buffers(plan, cut, axis, grid_shape, conditions)
+    return Cost(rest * (extent - block[dim]), messages, held * cut.widest * rest + wide)
 
 
-def buffers(plan: SummaPlan, cut: Cuts) -> int:
-    """How many panels of one operand are held at a time: two with look-ahead, else one."""
-    return 2 if plan.lookahead and cut.count > 1 else 1
+def buffers(plan: SummaPlan, cut: Cuts, axis: str, grid_shape: GridShape, conditions: Conditions) -> int:
+    """How many panels that move along an axis are held at a time: one, and those that are in flight, in a node's memory one."""
+    ahead = plan.ahead(plan.pieces_on(grid_shape, conditions.staged), grid_shape)
+    return min(cut.count, 1 + (min(ahead, 1) if axis in conditions.staged else ahead)) or 1
 
 
 def outer(plan: SummaPlan, span: tuple[int, int], grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """C stays; panels of the part `span` of k."""
     a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
-    cut = cuts(*span, grid_shape[plan.x], grid_shape[plan.y], plan.panel)
+    cut = cuts(*span, grid_shape[plan.x], grid_shape[plan.y], plan.panel, plan.pieces_on(grid_shape, conditions.staged))
     extent = span[1] - span[0]
     a_dim, b_dim = (1 if plan.form[0] == "n" else 0), (0 if plan.form[1] == "n" else 1)
     scratch = a[1 - a_dim] * b[1 - b_dim] if conditions.scratch else 0
@@ -159,10 +161,11 @@ def inner(plan: SummaPlan, a_moves: bool, grid_shape: GridShape, at: Coordinates
     a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
     extent, role, along = (plan.m, "y", plan.x) if a_moves else (plan.n, "x", plan.y)
     moving, dim, staying, rest = (a, 1, b, b[1]) if a_moves else (b, 0, a, a[0])
-    cut = cuts(0, extent, grid_shape[plan.x], grid_shape[plan.y], plan.panel)
+    cut = cuts(0, extent, grid_shape[plan.x], grid_shape[plan.y], plan.panel, plan.pieces_on(grid_shape, conditions.staged))
     size, index = grid_shape[along], at[along]
     reduced = (size - 1) * sum(times * share(rest * width, size, index) for width, times in cut.widths.items())
-    partial = 0 if size == 1 and not conditions.scratch else buffers(plan, cut) * cut.widest * rest * conditions.wide
+    held = buffers(plan, cut, along, grid_shape, conditions)
+    partial = 0 if size == 1 and not conditions.scratch else held * cut.widest * rest * conditions.wide
     return combined(
         panel_broadcasts(plan, role, moving, dim, extent, cut, grid_shape, at, conditions),
         Cost(reduced, (size - 1) * cut.count, partial + conditions.widened * prod(staying)),
@@ -244,6 +247,8 @@ def agarwal(plan: AgarwalPlan, grid_shape: GridShape, at: Coordinates, condition
 def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """No words; with `sequence` (t−1)/t·mk."""
     size, a, b = grid_shape[plan.y], plan.m * plan.k, block_words(plan.b_layout, plan.b_shape, grid_shape, at)
+    if plan.sequence and plan.pieces > 1 and size > 1 and plan.y not in conditions.staged:
+        return cuboid(plan.as_cuboid(), with_alone(grid_shape, 1), with_alone(at, 0), conditions)
     product = block_words(plan.c_layout, plan.c_shape, grid_shape, at) if conditions.scratch else 0
     local = Cost(0, 0, conditions.widened * (a + b) + product)
     if not plan.sequence or size == 1:
@@ -254,12 +259,25 @@ def oned_column(plan: OnedColumnPlan, grid_shape: GridShape, at: Coordinates, co
 def oned_row(plan: OnedRowPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """2(t−1)/t·mn; scattered (t−1)/t·mn."""
     size, c = grid_shape[plan.y], plan.m * plan.n
+    cut = plan.pieces > 1 and size > 1 and plan.y not in conditions.staged
+    if plan.sequence and cut:
+        return cuboid(plan.as_cuboid(), with_alone(grid_shape, 1), with_alone(at, 0), conditions)
     operands = block_words(plan.a_layout, plan.a_shape, grid_shape, at) + block_words(plan.b_layout, plan.b_shape, grid_shape, at)
     local = Cost(0, 0, conditions.widened * operands + (c if conditions.scratch else 0))
     if not plan.sequence or size == 1:
-        return combined(local, all_reduce(c, (plan.y,), grid_shape, at))
+        return combined(local, *sums_in_pieces((plan.m, plan.n), plan.pieces if cut else 1, (plan.y,), grid_shape, at))
     own = block_words(plan.c_layout, plan.c_shape, grid_shape, at)
     return combined(local, Cost((size - 1) * own, size - 1, conditions.wide * (c + size * own)))
+
+
+def sums_in_pieces(
+    block: Sequence[int], pieces: int, axes: tuple[str, ...], grid_shape: GridShape, at: Coordinates
+) -> list[Cost]:
+    """All-reduces of a block whose rows are cut into pieces."""
+    rows, columns = block
+    if pieces == 1:
+        return [all_reduce(rows * columns, axes, grid_shape, at)]
+    return [all_reduce((stop - start) * columns, axes, grid_shape, at) for start, stop in pieces_of(rows, pieces)]
 
 
 # -- the transpose ---------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from ..algorithms.gradients import GRADIENTS, gradient_plans
 from ..algorithms.oned import OnedPlan
 from ..algorithms.plan import ProductPlan
 from ..algorithms.registry import algorithm_of
-from .per_rank import moves_of, plan_steps
+from .per_rank import moves_of, plan_steps, sums_in_pieces
 from .steps import Coordinates, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter, without
 
 __all__ = [
@@ -66,13 +66,15 @@ def gradients(
     products all-reduce the gradient whose inner dim is split. Others take products of their own algorithm.
     """
     plans = () if isinstance(plan, (CuboidPlan, OnedPlan)) else gradient_plans(plan)
-    products = [of_plan(found, grid_shape) for found, needed in zip(plans, (need_a, need_b), strict=False) if needed]
+    products = [
+        of_plan(found, grid_shape, staged=staged) for found, needed in zip(plans, (need_a, need_b), strict=False) if needed
+    ]
 
     def cost_of(at: Coordinates) -> Cost:
         if isinstance(plan, CuboidPlan):
             moves = _gathered(plan, grid_shape, at, regather, need_a, need_b, staged)
         elif isinstance(plan, OnedPlan):
-            moves = _all_reduced(plan, grid_shape, at, need_a, need_b)
+            moves = _all_reduced(plan, grid_shape, at, need_a, need_b, staged)
         else:
             moves = [product.cost_of(at) for product in products]
         return replace(combined(*moves), workspace=0)
@@ -100,7 +102,12 @@ def _gathered(
     return moves or [gather(plan.c_layout, plan.c_shape, plan.z, grid_shape, at)]
 
 
-def _all_reduced(plan: OnedPlan, grid_shape: GridShape, at: Coordinates, need_a: bool, need_b: bool) -> list[Cost]:
+def _all_reduced(
+    plan: OnedPlan, grid_shape: GridShape, at: Coordinates, need_a: bool, need_b: bool, staged: Collection[str]
+) -> list[Cost]:
+    """The gradient whose inner dim is split is summed, in the plan's pieces where that leaves the node."""
     wanted = zip(plan.stored, GRADIENTS[plan.form], (need_a, need_b), strict=False)
     summed = [operand for operand, gradient, needed in wanted if needed and gradient.inner == plan.split_dim]
-    return [all_reduce(block_words(*operand, grid_shape, at), (plan.y,), grid_shape, at) for operand in summed]
+    pieces = plan.pieces if grid_shape[plan.y] > 1 and plan.y not in staged else 1
+    blocks = [layout.local_shape(shape, grid_shape, at) for layout, shape in summed]
+    return [cost for block in blocks for cost in sums_in_pieces(block, pieces, (plan.y,), grid_shape, at)]

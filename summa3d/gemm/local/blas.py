@@ -136,7 +136,7 @@ def _op(array: Array, letter: str) -> Array:
 
 def accumulation_like(array: Array) -> Array:
     """An empty array of the kind of `array` in the dtype its products are summed in: float32 for the 16-bit floats."""
-    sample = empty((0,), array)  # sparse tensors, which are refused elsewhere, have no slices
     if not is_half(array):
-        return sample
-    return sample.float() if is_torch(array) else sample.astype(np.float32)
+        return empty((0,), array)  # sparse tensors, which are refused elsewhere, have no slices
+    makes = library_of(array)
+    return array.new_empty((0,), dtype=makes.float32) if is_torch(array) else makes.empty((0,), "float32")

@@ -6,6 +6,7 @@ import numpy as np
 
 from ...blas_library import follow_threads, rank_k
 from ...comm.device.arrays import Array, dtype_name, is_on_device, is_torch
+from ...dtypes import HALVES
 from .blas import accumulate
 from .strides import by_rows, row_step
 
@@ -45,9 +46,19 @@ def _numbers(array: Array) -> np.ndarray:
     return np.asarray(array.detach().resolve_conj().resolve_neg().numpy())
 
 
+def _numpys(array: Array) -> Array:
+    """A view of a host tensor as numpy's array, whose rows are copied with less Python; others as they are."""
+    if not is_torch(array) or is_on_device(array) or dtype_name(array) in HALVES:
+        return array
+    return array.detach().numpy()
+
+
 def pack_lower(square: Array, packed: Array) -> None:
     """Copy the rows of the lower triangle of `square`, one after the other, to the vector `packed`."""
-    at = 0
+    if is_torch(square) and square.is_meta:  # of a dry run: one copy of as many elements
+        packed[...] = square.reshape(-1)[: len(packed)]
+        return
+    at, square, packed = 0, _numpys(square), _numpys(packed)
     for row in range(len(square)):
         packed[at : at + row + 1] = square[row, : row + 1]
         at += row + 1
@@ -55,7 +66,10 @@ def pack_lower(square: Array, packed: Array) -> None:
 
 def unpack_lower(packed: Array, square: Array, conjugates: bool) -> None:
     """Fill `square` from its packed lower triangle: above the diagonal the mirror image, or its conjugate."""
-    at = 0
+    if is_torch(square) and square.is_meta:
+        square[...] = packed.new_empty(square.shape)
+        return
+    at, square, packed = 0, _numpys(square), _numpys(packed)
     for row in range(len(square)):
         square[row, : row + 1] = packed[at : at + row + 1]
         at += row + 1

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array, is_half, is_on_device
-from ...comm.grid import BaseGrid
-from ...comm.pending import Pending
+from ...comm.pending import Completed, Pending
 from ...comm.transport.progress import IN_FLIGHT
-from ...layout.layout import split_sizes
+from ...layout.layout import Coordinates, split_sizes
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
+from .behind import BehindQueue
 from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs
 
 WINDOW = 2
@@ -90,9 +90,14 @@ class PiecedOperand:
 
 
 class Rounds:
-    """The rounds of arrivals, one after the other, of which `WINDOW` are in flight; and what is sent meanwhile."""
+    """The rounds of arrivals, one after the other, of which `WINDOW` are in flight; and what is sent meanwhile.
 
-    def __init__(self, arrivals: Sequence[PiecedOperand]) -> None:
+    behind : what is gathered behind the product begins its next piece where nothing of the product's is under way, so that what
+        is waited for is delayed by at most one piece of what is not; None where its sums are under way until its end
+    """
+
+    def __init__(self, arrivals: Sequence[PiecedOperand], behind: BehindQueue | None = None) -> None:
+        self._behind = behind
         self._rounds = [(arrival, number) for arrival in arrivals for number in range(len(arrival.rounds))]
         self._posted: list[Pending | None] = []
         self._sends: list[Pending] = []
@@ -109,6 +114,8 @@ class Rounds:
         IN_FLIGHT.advance()
         while self._here < len(self._posted) and ((first := self._posted[self._here]) is None or first.done):
             self._take()
+        if self._behind and self._here == len(self._rounds) and all(one.done for one in self._sends):
+            self._behind.step()
 
     def send(self, axis: Axis, array: Array, cell: SumCell) -> None:
         """Send a cell, which stays as it is until `finish`; its tag tells it from others, whose products may be done before."""
@@ -223,6 +230,10 @@ class WholeMoves(NamedTuple):
     add: Callable[[Array, Array | None, Array, Any], Pending]
 
 
+HERE = WholeMoves(lambda name, block: block, lambda out: (out, None), lambda partial, parts, out, beta: Completed(out))
+"""How they move along axes of one member: they are here."""
+
+
 class StartedProduct(Pending):
     """A product whose operands are here and multiplied, and whose sums along z may be in flight; `wait` returns C.
 
@@ -253,11 +264,21 @@ class PiecedProduct:
     cell of C leaves along z as soon as its last product is done. Words are those of the product in one piece; messages are
     those of `schedule.messages` for each axis that is cut.
 
-    plan : a `CuboidPlan`. moves : of a, b and c, their axis, the dim of their fine split, and the shape of what is gathered
+    plan : a `CuboidPlan`. grid_shape, at : of all its axes, and this rank's coordinates. moves : of a, b and c, their axis, the
+        dim of their fine split, and the shape of what is gathered
     """
 
-    def __init__(self, plan: Any, grid: BaseGrid, workspace: Workspace, moves: Mapping[str, Any], whole: WholeMoves) -> None:
-        self.plan, self.grid, self.workspace, self._moves, self._move = plan, grid, workspace, moves, whole
+    def __init__(
+        self,
+        plan: Any,
+        grid_shape: Mapping[str, int],
+        at: Coordinates,
+        workspace: Workspace,
+        moves: Mapping[str, Any],
+        whole: WholeMoves = HERE,
+    ) -> None:
+        self.plan, self.grid_shape, self.at = plan, grid_shape, at
+        self.workspace, self._moves, self._move = workspace, moves, whole
         self._z: Axis = moves["c"].axis
 
     def start(self, blocks: Mapping[str, Array], out: Array, alpha: Any = 1, beta: Any = 0, here: Any = None) -> StartedProduct:
@@ -266,9 +287,9 @@ class PiecedProduct:
         alike = {**blocks, **here, "c": out}
         whole = [name for name in roles if name in here or self._moves[name].axis.offers_views(alike[name])]
         staged = [getattr(self.plan, roles[name]) for name in whole]
-        order = schedule_of(self.plan, self.grid.shape, self.grid.coordinates, staged)
+        order = schedule_of(self.plan, self.grid_shape, self.at, staged)
         arrivals = [self._arrival(name, blocks, here, order) for name in "ab"]
-        flow = Rounds(arrivals)
+        flow = Rounds(arrivals, None if order.cells else self.workspace.behind)
         places, finish = self._places(out, beta, order.cells)
         self._run(order, arrivals, flow, places, alpha, beta if self._z.size == 1 else 0)
         flow.need_all()
@@ -291,7 +312,7 @@ class PiecedProduct:
         beta: Any,
     ) -> None:
         """Multiply what is here, slab by slab where something travels meanwhile, and send each cell that is done."""
-        work = prod(order.extents.values())
+        work, in_slabs = prod(order.extents.values()), order.cut or bool(self.workspace.behind)
         left = Counter(number for step in order.steps for number, place in enumerate(places) if shared(step.ranges, place.ranges))
         for step in order.steps:
             flow.need(step.needs)
@@ -299,7 +320,7 @@ class PiecedProduct:
                 ranges = shared(step.ranges, place.ranges)
                 if ranges is None:
                     continue
-                for slab in slabs(ranges, work) if order.cut else (ranges,):
+                for slab in slabs(ranges, work) if in_slabs else (ranges,):
                     self._multiply(arrivals, slab, place, alpha, beta if step.first else 1)
                     flow.progress()
                 left[number] -= 1
