@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from math import prod
 from typing import NamedTuple
@@ -39,7 +40,7 @@ class BoundedProduct(NamedTuple):
 def bounded_products(setting: Setting, step: DryStep) -> list[BoundedProduct]:
     """The products of the setting's rank that has this step."""
     model, layouts = setting.model, setting.layouts
-    rows, layers, has_head = setting.batch * model.sequence, model.layers, model.family != "vit"
+    rows, layers, has_head = setting.batch * setting.contexts.local(model.sequence), model.layers, model.family != "vit"
     if setting.stages is not None:
         home = setting.topology.coordinates_of(setting.rank)["pp"]
         layers = sum(many for many, other in zip(setting.stages.layers, setting.stages.homes, strict=True) if other == home)
@@ -47,16 +48,28 @@ def bounded_products(setting: Setting, step: DryStep) -> list[BoundedProduct]:
     moved: Counter[str] = Counter()
     for op, times in operations(step.parts):
         if op.kind == "move":
-            moved[re.sub(r"^blocks\.\d+\.", "", op.layer)] += times * op.words
+            moved[re.sub(r"^blocks\.\d+\.(moe\.experts\.\d+)?", lambda found: "mlp" * bool(found[1]), op.layer)] += (
+                times * op.words
+            )
     again = setting.recompute[0] == "full"
     found = []
     for (name, modules), plan in zip(BLOCK.items(), layouts.block(model, rows), strict=True):
         count, words = layers * setting.accumulate * (PASSES + again), sum(moved[module] for module in modules)
+        if model.num_experts and "mlp" in modules[0]:
+            plan, count = _of_expert(setting, plan), count * -(-model.num_experts // setting.axes.get("ep", 1))
         found.append(_bounded(name, plan, count, words, layouts.shape))
     if has_head:
         plan = layouts.plan(layouts.residual, "nt", rows, model.vocabulary, model.hidden)
         found.append(_bounded(HEAD, plan, setting.accumulate * PASSES, moved[HEAD], layouts.shape))
     return [one for one in found if one.times]
+
+
+def _of_expert(setting: Setting, plan: ProductPlan) -> ProductPlan:
+    """A product of a feed-forward layer as that of one expert, which has an even share of the tokens that choose."""
+    model, width = setting.model, setting.model.matrices[-1][0]
+    rows = max(1, plan.m * model.num_chosen * setting.axes.get("ep", 1) // model.num_experts)
+    n, k = (size * model.expert_width // width if size % width == 0 else size for size in (plan.n, plan.k))
+    return replace(plan, m=rows, n=n, k=k)
 
 
 def _bounded(name: str, plan: ProductPlan, count: int, words: int, shape: dict[str, int]) -> BoundedProduct:

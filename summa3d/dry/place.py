@@ -202,7 +202,7 @@ class DryPlace(Place):
 
     def node_bytes(self) -> int:
         """Return this rank's share of the node's memory that its axes have used so far."""
-        return sum(axis.node_bytes or 0 for axis in self.communicators.axes.values())
+        return sum(axis.node_bytes or 0 for links in self.linked() for axis in links.axes.values())
 
 
 class DryLedger(Ledger):
@@ -214,6 +214,7 @@ class DryLedger(Ledger):
     waited : called when a communication is waited for
     multiplied : (a, b, form, out) of a local product
     begun : called when an op of a program begins
+    kept : called with workspace that stays from one product to the next, when it has been made
     """
 
     def __init__(
@@ -222,8 +223,10 @@ class DryLedger(Ledger):
         waited: Callable[[Any], None],
         multiplied: Callable[[Array, Array, str, Array], Any],
         begun: Callable[[], None],
+        kept: Callable[[Array], None],
     ) -> None:
         super().__init__()
+        self._kept = kept
         self._issued, self._waited, self._multiplied, self._begun = issued, waited, multiplied, begun
 
     by_steps = True
@@ -239,6 +242,12 @@ class DryLedger(Ledger):
 
     def expect(self, line: Amounts, traced: Any, spans: Sequence[Any]) -> None:
         """Do nothing: a dry run has no device to wait for."""
+
+    def track(self, array: Array, stays: bool = False) -> Array:
+        """Count a workspace array, and report one that stays."""
+        if stays:
+            self._kept(array)
+        return super().track(array)
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:

@@ -8,17 +8,16 @@ from functools import cache
 
 from ..comm.topology import Topology, replica_axes
 from ..layout.layout import Layout
-from ..nn.config import ModelConfig
-from ..nn.schemes.scheme import Scheme
 from .step import DryStep, OpKey, Rank, Setting, Training, kinds_of
 
 
 def classes(setting: Setting) -> dict[int, int]:
     """The classes of ranks of the setting's grid: first rank → number of ranks.
 
-    Two ranks are in one class if they are the same rank of the pipeline, if the blocks of all their activations and parameters
-    have the same shapes, if they own the same root-only blocks, and if the same axes lie inside their nodes. The bytes of a class
-    are equal; its words may differ where a collective's parts are uneven.
+    Two ranks are in one class if they are the same rank of the pipeline, if both hold the first, the last or another block of a
+    sequence, if the blocks of all their activations and parameters have the same shapes, if they own the same root-only blocks,
+    and if the same axes lie inside their nodes. The bytes of a class are equal; its words may differ where a collective's parts
+    are uneven, and the arithmetic of contexts that are not folded.
     """
     return {ranks[0]: len(ranks) for ranks in _classes(setting, Training()).values()}
 
@@ -55,7 +54,7 @@ def _classes(setting: Setting, training: Training) -> dict[tuple[int, object, ob
     """The ranks of each class by their rank of the pipeline, what else forwards differ by, and their parts of what is shared."""
     topology, scheme = setting.topology, setting.layouts
     shape, replicas = topology.shape, replica_axes(topology.shape)
-    layouts = list(_tensors(scheme, setting.model, setting.batch))
+    layouts = list(_tensors(setting))
     shares = [(layout.sharded_over(replicas), whole) for layout, whole in layouts if replicas]  # the larger ones come first
 
     @cache
@@ -71,7 +70,9 @@ def _classes(setting: Setting, training: Training) -> dict[tuple[int, object, ob
     for rank in range(topology.size):
         at = topology.coordinates_of(rank)
         first = tuple(at[axis] == 0 for axis in scheme.residual.dims[1])
-        inner = blocks(layouts, at), first, _inside(topology, at, setting.ranks_per_node)
+        role = setting.contexts.role(at.get("cp", 0)), at.get("ep", 0)
+        alone = rank if setting.load is not None and setting.load.by_rank else None
+        inner = blocks(layouts, at), first, (role, alone), _inside(topology, at, setting.ranks_per_node)
         own = blocks(shares, at), training.shares(setting, rank)
         ranks.setdefault((at.get("pp", 0), inner, own), []).append(rank)
     return ranks
@@ -81,27 +82,29 @@ def even(setting: Setting) -> bool:
     """Whether the blocks of all activations and parameters have the same shapes on all ranks: larger parts come first."""
     topology = setting.topology
     ends = [topology.coordinates_of(rank) for rank in (0, topology.size - 1)]
-    tensors = _tensors(setting.layouts, setting.model, setting.batch)
-    shapes = ([layout.local_shape(whole, topology.shape, at) for at in ends] for layout, whole in tensors)
+    shapes = ([layout.local_shape(whole, topology.shape, at) for at in ends] for layout, whole in _tensors(setting))
     return all(first == last for first, last in shapes)
 
 
-def _tensors(scheme: Scheme, config: ModelConfig, batch: int) -> Iterable[tuple[Layout, tuple[int, ...]]]:
-    """The layouts and shapes of activations and parameters."""
-    stream, inner, s = scheme.residual, scheme.after_linear(scheme.residual), config.sequence
+def _tensors(setting: Setting) -> Iterable[tuple[Layout, tuple[int, ...]]]:
+    """The layouts and shapes of activations, of the positions of a context, and of parameters."""
+    scheme, config, batch = setting.layouts, setting.model, setting.batch
+    s = setting.contexts.local(config.sequence)
+    stream, inner = scheme.residual, scheme.after_linear(scheme.residual)
     h, f, v = config.hidden, config.ffn_dim, config.vocabulary
-    kv = 2 * config.num_kv_heads * h // config.heads
+    a, kv = config.attention_width, 2 * config.num_kv_heads * config.head_size
+    widths = {a, f, config.expert_width, *([config.shared_width] if config.shared_width else [])}
     yield stream, (batch, s, h)
     yield Layout(*scheme.lookup.tokens.dims), (batch, s)
     yield scheme.table(stream), (v, h)
     yield scheme.pooled, (batch, h)
     yield scheme.vector(stream), (h,)
-    for columns in (h, h + kv, f, v):
+    for columns in sorted({h, a + kv, v, *widths}):
         yield inner, (batch, s, columns)
         yield scheme.weight(stream), (h, columns)
         yield scheme.vector(inner), (columns,)
-    for rows in (h, f):
-        yield scheme.weight(inner, scheme.spec.transposed_down and rows == f), (rows, h)
+    for rows in sorted(widths):
+        yield scheme.weight(inner, scheme.spec.transposed_down and rows != a), (rows, h)
 
 
 def _inside(topology: Topology, at: Mapping[str, int], ranks_per_node: int) -> tuple[str, ...]:

@@ -16,7 +16,12 @@ from torch import Tensor
 
 from ..comm.topology import Topology, replica_axes
 from ..nn.config import ModelConfig
-from ..nn.context import Context, scheme
+from ..nn.context import Context, check_split, scheme
+from ..nn.context_parallel.options import DEFAULT as GATHERED
+from ..nn.context_parallel.options import ContextOptions
+from ..nn.context_parallel.split import ContextSplit
+from ..nn.experts.load import GivenLoad
+from ..nn.experts.moe import MoE
 from ..nn.layers.dropout import Batch
 from ..nn.models.base import Inputs
 from ..nn.models.registry import Model, build
@@ -51,7 +56,8 @@ class Setting:
     micro-batches a step. ranks_per_node : how many consecutive ranks share a node's memory. on_device : on CUDA devices, by NCCL
     and fused kernels. schedule, chunks, layers : of a pipeline (axis pp); layers of each stage, None for balanced ones.
     stream : dtype of the residual stream; that of parameters, if empty. scatter : whether copies of it travel in parts. zero,
-    bucket, overlap_sums : of the replicas (axis dp).
+    bucket, overlap_sums : of the replicas (axis dp). context : of the contexts (axis cp). load : of a mixture's experts; None,
+    all take as many tokens.
     """
 
     model: ModelConfig
@@ -77,6 +83,18 @@ class Setting:
     zero: int = 1
     bucket: int = 25 << 20
     overlap_sums: bool = True
+    context: ContextOptions = GATHERED
+    load: GivenLoad | None = None
+
+    def check(self) -> None:
+        """Raise GridError, LayoutError and ConfigError where a run could not split the sizes over the grid."""
+        check_split(self.contexts, self.layouts, self.model, self.batch)
+
+    @property
+    def contexts(self) -> ContextSplit:
+        """Which positions the rank holds."""
+        size = self.axes.get("cp", 1)
+        return ContextSplit(size, self.topology.coordinates_of(self.rank)["cp"] if size > 1 else 0, self.context)
 
     def place(self, tracer: Tracer | None = None) -> DryPlace:
         """The place, which counts in the tracer's ledger."""
@@ -85,7 +103,7 @@ class Setting:
 
     def on(self, place: DryPlace) -> Context:
         """The context of layers on that place."""
-        context = scheme(self.scheme, place, self.regather, self.vectors, self.overlap)
+        context = scheme(self.scheme, place, self.regather, self.vectors, self.overlap, self.context)
         sharded = replica_axes(place.shape) if self.zero == 3 else ()  # layers gather their weights from the replicas
         return replace(context, stages=self.stages, sharded=sharded)
 
@@ -276,7 +294,7 @@ class Rank:
         `split` its backwards are two ops, X and W.
         """
         tracer = Tracer()
-        tracer.storages.converts = not setting.on_device
+        tracer.storages.on_host = not setting.on_device
         with kernels(tracer.launched) if setting.on_device else nullcontext(), _older_garbage_left():
             rank = cls(setting, training, tracer)
             rank.trace(like, between, split)
@@ -287,6 +305,7 @@ class Rank:
         self.place = setting.place(tracer)
         with META:
             self.model = self._held()
+            self._give_load()
             self._given = inputs(setting.model, setting.batch)
             self.model.recompute(*setting.recompute)
             dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
@@ -309,6 +328,9 @@ class Rank:
         """The model with this rank's layers alone."""
         plan, config = self.setting.on(self.place), self.setting.model
         if plan.stages is not None:
+            own = self._own_layers()
+            dense = ",".join(str(place) for place, layer in enumerate(own) if layer in config.dense_layers)
+            config = replace(config, moe=replace(config.moe, dense=dense or None)) if config.num_experts else config
             homes, index = plan.stages.homes, self.place.coordinates["pp"]
             layers = [many * (home == index) for many, home in zip(plan.stages.layers, homes, strict=True)]
             if not any(layers):  # it has the embedding or the head alone; a model has at least one layer
@@ -316,13 +338,35 @@ class Rank:
             plan, config = replace(plan, stages=Stages(homes, layers)), replace(config, layers=sum(layers))
         return build(config, plan, getattr(torch, self.setting.dtype))
 
+    def _own_layers(self) -> list[int]:
+        """The numbers of this rank's layers in the whole model."""
+        stages, every = self.setting.stages, range(self.setting.model.layers)
+        if stages is None:
+            return [*every]
+        homes = [home for home, many in zip(stages.homes, stages.layers, strict=True) for _ in range(many)]
+        return [layer for layer in every if homes[layer] == self.place.coordinates["pp"]]
+
+    def _give_load(self) -> None:
+        """Tell the layers of experts how many tokens come, where that is given."""
+        load, setting = self.setting.load, self.setting
+        if load is None:
+            return
+        mixed = [layer for layer in range(setting.model.layers) if layer not in setting.model.dense_layers]
+        for layer, block in zip(self._own_layers(), self.model.blocks, strict=False):
+            moe = getattr(block, "moe", None)
+            if isinstance(moe, MoE):
+                plane, place = tuple(moe.axis.names), mixed.index(layer)
+                moe.load = lambda micro, plane=plane, place=place: load.members(
+                    setting.topology, setting.rank, plane, setting.accumulate, (micro, place)
+                )
+
     def _stretches(self) -> list[TracedStage]:
         """What is traced of each stage; makes the cells of all blocks known."""
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
         number = 0
-        whole = self._sums_in_backward  # which belong to no cell
+        whole = self._sums_in_backward or self.setting.load is not None  # which belong to no cell, or layers are not alike
         for stage in self.pipeline.executor.stages:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
@@ -342,7 +386,8 @@ class Rank:
     def _alike(self) -> dict[int, int]:
         """Each chunk of the rank → the first that does the same: as many layers, the same ends and neighbours on this rank."""
         first: dict[object, int] = {}
-        kinds = kinds_of(self.place.coordinates.get("pp", 0), self.setting.stages)
+        kinds: Sequence[object] = kinds_of(self.place.coordinates.get("pp", 0), self.setting.stages)
+        kinds = range(len(kinds)) if self.setting.load is not None else kinds
         return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
 
     def key(self, op: ScheduleOp) -> OpKey:
@@ -350,7 +395,7 @@ class Rank:
 
         Where backwards sum buckets, as many as may be in flight add to those; the next one ends a sum, which makes the gradients.
         """
-        freed = self.copied and op.micro == self.setting.accumulate - 1
+        freed = (self.copied and op.micro == self.setting.accumulate - 1) or self.setting.load is not None
         between = op.micro if freed else min(op.micro, 1 + BUCKETS_IN_FLIGHT * self._sums_in_backward)
         return OpKey(op.kind, op.chunk if op.micro == ALL else self.like[op.chunk], between)
 
@@ -360,7 +405,7 @@ class Rank:
         program = self._program(split)
         with tracer.storages:
             if like is None:
-                self.saved = self._saved([step for step in program if step.op.micro == 0])
+                self.saved = self._saved(self._first(program, between))
                 self._drop()
                 self.kept = self._kept()
             else:
@@ -375,6 +420,8 @@ class Rank:
                 paused = [one for step in wanted for one in (PAUSE, PAUSE, step)] + [PAUSE]
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
             del used
+            if like is None:
+                self.kept += self.place.ledger.workspace_bytes
             with tracer.recording() as behind, tracer.ledger.phase(OPTIMIZER):
                 self._ending.run()
         self.copies = like.copies if like is not None else [RepeatedSegment(segment, 1) for segment in ops[0]]
@@ -388,6 +435,16 @@ class Rank:
         """The program of this rank; `split`, with the gradients of weights as ops of their own."""
         schedule = self.pipeline.schedule(self.setting.accumulate)
         return program_of(in_two(schedule), self.pipeline.rank) if split else self.pipeline.program(self.setting.accumulate)
+
+    def _first(self, program: Program, between: bool) -> Program:
+        """The steps after which all that layers keep is there, and the order of prefetches: those of a first micro-batch.
+
+        `between`, where nothing is prefetched, forwards alone, and none of a model whose layers keep no rotary tables.
+        """
+        first = [step for step in program if step.op.micro == 0]
+        if not between or self.setting.overlap.gather:
+            return first
+        return [step for step in first if step.op.kind == "F" and "rotary_base" in self.setting.model.architecture.options]
 
     def _wanted(self, program: Program, like: bool, between: bool) -> list[ProgramStep]:
         """The steps whose ops are keys; `between`, of the second micro-batch and of all; `like`, of all micro-batches alone."""
@@ -442,7 +499,8 @@ class Rank:
         return repeated([one for one in segments if one.ops or one.net or one.top], stretch.middle, stretch.times)
 
     def _feed(self, micro: int) -> tuple[Inputs, Batch]:
-        return self._given, self.model.batch_of(self._given, **counts(self.setting.model, self.setting.batch))
+        setting = self.setting
+        return self._given, self.model.batch_of(self._given, **counts(setting.model, setting.batch), step_rows=setting.batch)
 
     def _drop(self) -> None:
         """Drop the gradients, those in flight too, and what only the collector frees."""
@@ -453,10 +511,10 @@ class Rank:
         gc.collect()
 
     def _kept(self) -> int:
-        """Bytes that stay: the workspace of products, and what belongs to layers, such as rotary tables."""
-        shared = self.place.ledger.workspace_bytes
+        """Bytes that stay of what belongs to layers, such as rotary tables."""
+        shared, storages = self.place.ledger.workspace_bytes, self.tracer.storages
         layers, traced = len(self.model.blocks), sum(stage.last - stage.first for stage, _, _ in self.stretches)
-        return shared + (self.tracer.storages.alive - shared) * layers // max(1, traced)
+        return (storages.alive + storages.apart - shared) * layers // max(1, traced)
 
     def _untraced(self) -> list[torch.nn.Module]:
         """The blocks of no stretch."""
@@ -472,7 +530,7 @@ class Rank:
     def _saved(self, program: Program) -> dict[int, int]:
         """Bytes that a forward of each chunk saves for backward, each storage once, without parameters, copies and the batch.
 
-        Of a first micro-batch, after which buffers that products keep and the order of prefetches are there.
+        program : of a first micro-batch (`_first`); forwards alone save nothing
         """
         owners = self.tracer.owners
         outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self._given.values())}
@@ -500,7 +558,8 @@ class Rank:
             self.copied = sum(one.nbytes for one in weights if not isinstance(one, torch.nn.Parameter) and id(one) not in stay)
             outside.update(one.untyped_storage()._cdata for one in weights)
             del weights
-            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            trains = torch.set_grad_enabled(any(step.op.kind != "F" for step in program))
+            with trains, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 self.pipeline.executor.run(program, feed, forwarded=copies.close)
         return saved
 

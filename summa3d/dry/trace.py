@@ -24,7 +24,7 @@ RECOMPUTE, ACCUMULATE = "_RecomputeBackward", "torch::autograd::AccumulateGrad"
 PRODUCTS = {"mm": 2, "addmm": 2, "bmm": 3, "baddbmm": 3}
 """torch's products, and how many dims their operands have."""
 ATTENTION = {"_scaled_dot_product_flash_attention_for_cpu": 2, "_scaled_dot_product_flash_attention_for_cpu_backward": 5}
-"""Fused attention, and how many products of a head's scores it is."""
+"""Fused attention, and how many products of a head's scores it is; half as many where it leaves out those above the diagonal."""
 
 
 class Owner(NamedTuple):
@@ -165,7 +165,7 @@ class Tracer:
     """
 
     def __init__(self) -> None:
-        self.ledger = DryLedger(self._issued, self._waited, self._multiplied, self._begin_op)
+        self.ledger = DryLedger(self._issued, self._waited, self._multiplied, self._begin_op, self._keep)
         self.storages = Storages(self._before, self._worked)
         self.owners = Owners()
         self.inside = 0
@@ -221,18 +221,18 @@ class Tracer:
         if self._recording and not self.inside:
             self._find(name, given)
 
-    def _worked(self, name: str, read: list[Tensor], written: list[Tensor]) -> None:
+    def _worked(self, name: str, args: Sequence[Any], read: list[Tensor], written: list[Tensor]) -> None:
         if not self._recording or self.inside:
             return
         op = Op("elements", *self._about(), name, dtype=dtype_name(written[0]) if written else "")
         if name in PRODUCTS:
-            operands = [one for one in read if not any(one is result for result in written)]  # a given result is read, too
-            left, right = [one for one in operands if one.dim() == PRODUCTS[name]][-2:]
+            left, right = [one for one in read if one.dim() == PRODUCTS[name]][-2:]
             batch = left.shape[:-2].numel()
             op = op._replace(kind="product", name="nn", m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
         elif name in ATTENTION:
             q, k = [one for one in read if one.dim() == 4][(0 if ATTENTION[name] == 2 else 1) :][:2]
             batch = ATTENTION[name] * q.shape[0] * q.shape[1]
+            batch = -(-batch // 2) if any(one is True for one in args) else batch  # whose flag is whether the scores are causal
             op = op._replace(kind="product", name="attention", m=q.shape[2], n=k.shape[2], k=q.shape[3], batch=batch)
         self._segments[-1].ops.append(op._replace(read=bytes_of(read), written=bytes_of(written)))
 
@@ -260,6 +260,10 @@ class Tracer:
             product = Op("product", *self._about(), form, m, n, k, read=bytes_of([a, b]), written=m * n * out.itemsize)
             segment.ops.append(product._replace(dtype=dtype_name(a)))
         return self._inside()
+
+    def _keep(self, array: Array) -> None:
+        if isinstance(array, Tensor):
+            self.storages.set_apart(array)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from summa3d.bench.memory import peak_bytes
 from summa3d.comm.transport.node_memory import SLOTS
@@ -14,7 +17,7 @@ from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes
 from summa3d.dry.record import Op, RepeatedSegment, Segment, TracedOp, held_in
 from summa3d.dry.step import DryStep, OpKey, Setting, run
-from summa3d.dry.storages import Storages
+from summa3d.dry.storages import Storages, bytes_of
 from summa3d.nn import ModelConfig
 from summa3d.train.config import Config
 from summa3d.train.dry_run import training_of
@@ -64,8 +67,8 @@ def test_in_flight_is_what_another_layer_waits_for() -> None:
 
 def test_a_sum_in_another_dtype_holds_a_copy_on_the_host_alone() -> None:
     for converts, copy in ((True, 80), (False, 0)):
-        with Storages(lambda name, given: None, lambda name, read, written: None) as storages:
-            storages.converts = converts
+        with Storages(lambda name, given: None, lambda *work: None) as storages:
+            storages.on_host = converts
             x = torch.empty(10, device="meta")
             total = x.sum(dtype=torch.float64)
             same = x.sum()
@@ -124,3 +127,28 @@ def test_an_axis_of_a_dry_run_has_as_many_slots_as_a_real_one():
     place, elements = DryPlace({"x": 2}, ranks_per_node=2), 1 << 18
     place["x"].all_gather(np.zeros(elements))
     assert place["x"].node_bytes == SLOTS * 2 * elements * 8 // 2 and place.node_bytes() == place["x"].node_bytes
+
+
+def test_a_destination_that_is_given_is_written_and_not_read() -> None:
+    x, y = torch.empty(3, 5, device="meta"), torch.empty(3, 5, device="meta")
+    both, product = torch.empty(6, 5, device="meta"), torch.empty(3, 3, device="meta")
+    acts: dict[str, tuple[Callable[[], object], int, int]] = {
+        "copy_": (lambda: x.copy_(y), 60, 60),
+        "copy_ of a row": (lambda: x.copy_(y[0]), 20, 60),
+        "cat": (lambda: torch.cat([x, y], out=both), 120, 120),
+        "mm": (lambda: torch.mm(x, y.T, out=product), 120, 36),
+        "zero_": (lambda: x.zero_(), 0, 60),
+        "fill_": (lambda: x.fill_(2.0), 0, 60),
+        "add_": (lambda: x.add_(y), 120, 60),
+        "add": (lambda: torch.add(x, y, out=x), 120, 60),
+        "addmm": (lambda: torch.addmm(product, x, y.T, out=product), 120 + 36, 36),
+    }
+    for name, (act, read, written) in acts.items():
+        found: list[tuple[str, int, int]] = []
+
+        def worked(name: str, args: object, given: list[Tensor], made: list[Tensor], to: Any = found) -> None:
+            to.append((name, bytes_of(given), bytes_of(made)))
+
+        with Storages(lambda name, given: None, worked):
+            act()
+        assert found == [(name.partition(" ")[0], read, written)], name

@@ -60,6 +60,7 @@ def divmod_all(rank: int, shape: dict[str, int]) -> list[int]:
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("scheme", ["cuboid", "summa", "oned"])
+@pytest.mark.turns
 def test_there_are_as_many_products_as_the_step_multiplies_and_their_words_are_in_it(scheme, recompute, family) -> None:
     model = ModelConfig(family=family, layers=3, hidden=64, heads=8, sequence=16, vocabulary=256)
     setting = Setting(model, batch=8, scheme=scheme, axes=SETTINGS[scheme], recompute=(recompute, 1), accumulate=2)

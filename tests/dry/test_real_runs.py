@@ -52,9 +52,14 @@ def test_a_dry_run_moves_saves_and_holds_what_a_real_run_does(make_grid, world_s
 def test_a_dry_run_of_products_in_pieces_moves_and_holds_what_a_real_run_does(make_grid, monkeypatch) -> None:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     sizes = {**TEXT, "family": "gpt2", "layers": 1}
-    for number, (scheme, axes) in enumerate([("cuboid", {"x": 2, "y": 1, "z": 2}), ("oned-sp", {"y": 4})]):
+    cases = [
+        ("cuboid", {"x": 2, "y": 1, "z": 2}),
+        ("oned", {"y": 4}),
+        ("summa", {"x": 2, "y": 2}),
+    ]
+    for number, (scheme, axes) in enumerate(cases):
         case = Case(scheme, axes, "copied", sizes, 8, ("none", 1), number == 0, "float32")
-        check(case, make_grid, False, Overlap(pieces=3, gather=1 - number))
+        check(case, make_grid, False, Overlap(pieces=3, gather=int(number == 0)))
 
 
 @pytest.mark.wide

@@ -97,7 +97,7 @@ def test_more_may_be_started_than_there_are_slots_in_a_dry_run_too() -> None:
 
 
 def test_a_step_multiplies_as_much_as_its_matrices_say() -> None:
-    """Of all ranks: 6·tokens·weights, and fused attention's 2 products forward and 5 backward of a·s²·d."""
+    """Of all ranks: 6·tokens·weights, and fused attention's 2 products forward and 5 backward of half of a·s²·d."""
     b, s, h, a = 8, MODEL.sequence, MODEL.hidden, MODEL.heads
     step = run(CUBOID, training())
     ops = [(op, times) for op, times in operations(step.parts) if op.kind == "product"]
@@ -106,7 +106,7 @@ def test_a_step_multiplies_as_much_as_its_matrices_say() -> None:
     weights = MODEL.layers * 12 * h * h
     head = 6 * b * s * h * MODEL.vocabulary
     assert abs(8 * matrices - 6 * b * s * weights - head) <= 0.02 * head  # 191 columns are halved unevenly
-    assert 8 * attention == 7 * 2 * MODEL.layers * b * a * s * s * (h // a)
+    assert 8 * attention == 7 * MODEL.layers * b * a * s * s * (h // a)
 
 
 def test_a_device_keeps_no_masks_and_takes_its_own_kernels() -> None:
