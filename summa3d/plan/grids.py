@@ -8,6 +8,7 @@ from math import inf, prod
 from typing import Any
 
 from ..cluster import Cluster
+from ..columns import counted
 from ..comm.topology import OUTER, describe, divisors, several
 from ..errors import ConfigError, GridError, LayoutError, Summa3dError
 from ..files import grid_of
@@ -80,7 +81,7 @@ class Comparison:
             Column("s/step", [row.seconds for row in rows], "{:.3g}".format),
             Column("does not fit", [row.reason or None for row in rows], left=True),
         ]
-        return Table(f"{self.ranks} rank(s), {self.ranks_per_node} a node; {seconds}{within}", columns)
+        return Table(f"{counted(self.ranks, 'rank')}, {self.ranks_per_node} a node; {seconds}{within}", columns)
 
 
 def asked_grids(text: str, config: Config, ranks: int, free: bool) -> list[Asked]:

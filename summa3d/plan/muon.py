@@ -13,7 +13,6 @@ from ..dry.step import META, Setting
 from ..dry.trace import Tracer
 from ..nn.gradients import norm_and_votes
 from ..nn.models.registry import build
-from ..nn.muon.newton_schulz import NewtonSchulz
 from ..parallel.states import states_of
 from ..train import toml
 from ..train.config import GridConfig, ReplicasConfig, TrainConfig
@@ -46,25 +45,25 @@ def muon_step(inner: StageGrid, layers: int, dp: int, zero: int, train: TrainCon
     Raises LayoutError and GridError where a run of these sizes would.
     """
     config = inner.config(1)
-    grid = toml.build(GridConfig, {**inner.shape, "dp": dp})
+    grid = toml.build(GridConfig, {**inner.shape, **dict(inner.outer), "dp": dp})
     train = replace(train, batch=config.train.accumulate * inner.unit * dp, accumulate=config.train.accumulate)
     model = replace(inner.model, layers=layers)
     config = replace(config, grid=grid, model=model, train=train, replicas=ReplicasConfig(zero=zero))
     on_device = inner.device == "cuda"
     setting = setting_of(config, 0, inner.shared, on_device)
     shares = MatrixShares(config)
-    setting = replace(setting, rank=_busiest(setting, shares, NewtonSchulz(steps=train.muon.steps)))
+    setting = replace(setting, rank=_busiest(setting, shares))
     tracer = Tracer()
-    tracer.storages.converts = not on_device
+    tracer.storages.on_host = not on_device
     if not on_device:
         return _run(setting, train, tracer)
     with kernels(tracer.launched):
         return _run(setting, train, tracer)
 
 
-def _busiest(setting: Setting, shares: MatrixShares, how: NewtonSchulz) -> int:
+def _busiest(setting: Setting, shares: MatrixShares) -> int:
     """The rank whose matrices take most operations."""
-    work = [sum(how.flops(*shape) for shape in shares.of(setting, rank)) for rank in range(setting.topology.size)]
+    work = [shares.flops_of(setting, rank) for rank in range(setting.topology.size)]
     return work.index(max(work))
 
 

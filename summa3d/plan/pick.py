@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -14,6 +15,7 @@ from ..errors import GridError, LayoutError
 from ..nn.choose import EQUAL, SchemeChoice, ranked
 from ..nn.schemes.products import family_of
 from ..nn.schemes.registry import SCHEME_SPECS
+from ..parallel.outer import SEARCHED
 from ..parallel.schedule import is_split
 from ..train.config import REPLICAS
 from .search.cells import Cells, StageGrid
@@ -122,7 +124,7 @@ def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridC
         own = replace(config, grid=replace(config.grid, dp=dp))
         inner = ranks * config.grid.dp // dp
         try:
-            fitting = ranked(own.model, own.rows, inner, schemes, own.regather, own.vectors)
+            fitting = ranked(own.local_model, own.rows, inner, schemes, own.regather, own.vectors)
         except GridError as error:
             refused = refused or error
             continue
@@ -138,7 +140,7 @@ def words_of_replicas(config: Config, inner: int) -> float:
     About, where zero is 3, which gathers a table as often as it is used.
     """
     model, dp, many = config.model, config.grid.dp, config.train.accumulate
-    elements = model.layers * sum(rows * columns for rows, columns in model.matrices) + model.vocabulary * model.hidden
+    elements = model.layers * model.block_elements + model.vocabulary * model.hidden
     each = {2: (many + 1) / 2, 3: 3 * many / 2}.get(config.replicas.zero, 1.0)
     return each * 2 * (dp - 1) / dp * elements / inner / config.grid.pp
 
@@ -167,6 +169,10 @@ def shortened(found: Sequence[GridCandidate]) -> list[GridCandidate]:
 def plan_of(config: Config, choice: SchemeChoice, cluster: Cluster) -> Plan:
     """The plan of a configuration on a grid, as the search prices it."""
     grid, replicas, pipeline = config.grid, config.replicas, config.pipeline
+    around = [one for one in SEARCHED if grid.axes.get(one.name, 1) > 1]
+    outer = tuple((one.name, grid.axes[one.name]) for one in around)
+    options = tuple((key, reduce(getattr, key.split("."), config)) for one in around for key in one.choices)
+    copies = prod(size for _, size in outer)
     inner = StageGrid(
         config.model,
         choice.scheme,
@@ -175,10 +181,12 @@ def plan_of(config: Config, choice: SchemeChoice, cluster: Cluster) -> Plan:
         config.regather,
         config.dtype,
         "cpu" if cluster["host.slots"] else "cuda",
-        config.rows,
-        grid.dp if replicas.zero == 3 else 1,
+        config.train.micro_batch // grid.dp,
+        grid.dp * copies if replicas.zero == 3 else 1,
         cluster.ranks_per_node(prod(choice.grid.values()) * grid.outer),
         is_split(pipeline.schedule, grid.pp),
+        outer,
+        options,
     )
     return Plan(inner, grid.dp, grid.pp, pipeline.chunks, 1, config.train.accumulate, replicas.zero, schedule=pipeline.schedule)
 

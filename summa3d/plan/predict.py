@@ -194,6 +194,22 @@ class PredictedStep:
         for rank, work in enumerate(self.works):
             bound = max(bound, filled + self.micro_batches * self._of(parts, work))
             filled += of["F", rank]
+        return max(bound, self._of_one_chunk(of)) if self.chunks == 1 else bound
+
+    def _of_one_chunk(self, of: Mapping[tuple[str, int], float]) -> float:
+        """A lower bound of ZB-H1. A rank's first X is behind all forwards of one micro-batch, and the X of the ranks after it.
+
+        Before it, the p-th rank from the end does p forwards. Behind its last X are those of the ranks before it; and of its own
+        W one more than these are.
+        """
+        many, p, bound = self.micro_batches, self.ranks, 0.0
+        forward, inputs, weights = ([of[kind, rank] for rank in range(p)] for kind in "FXW")
+        filled, drained = 0.0, sum(forward) + sum(inputs)
+        for rank, (one, back, own) in enumerate(zip(forward, inputs, weights, strict=True)):
+            drained -= back
+            behind = drained + many * (back + own) + max(0, many - p + rank) * one
+            ahead = filled + many * (one + back) + max(0, many - 1 - rank) * own + weights[0]
+            bound, filled = max(bound, behind, ahead), filled + one + back
         return bound
 
     def _work(self, parts: Durations) -> list[float]:

@@ -53,8 +53,8 @@ class Prices:
     A product takes 2mnk/(peak·efficiency·d/(d + half)), d its smallest side, or the time to read and write its operands where
     that is more. Element-wise work takes its bytes over the memory's bandwidth, and what its function takes. Both take the Python
     of a layer. A communication takes its volume over the slowest port that it loads (`links.loads`), and its hops. All groups of
-    its axis communicate at once. Inside a host whose ranks share memory it takes its hops alone: the trace has the copies. All
-    take a launch, and longer where ranks share cores.
+    its axis communicate at once. Inside a host whose ranks share memory it takes its hops alone, since the trace has the copies;
+    a message between two ranks takes them, too. All take a launch, and longer where ranks share cores.
     """
 
     def __init__(self, cluster: Cluster, topology: Topology) -> None:
@@ -151,7 +151,20 @@ class Prices:
         if along not in self._rates:
             self._rates[along] = self._rate(op, members)
         fixed, byte = self._rates[along]
-        return fixed, volume * byte
+        return fixed + (self._copied(op.axis, volume) if op.name == "send" else 0.0), volume * byte
+
+    def _copied(self, axis: str, size: float) -> float:
+        """Seconds in which cores copy a message of so many bytes inside a node: a trace has none of its copies.
+
+        It is copied into the node's memory and out of it, or, where MPI carries it, once.
+        """
+        from ..comm.lanes import LARGEST  # which needs MPI's names
+
+        ((load, _),) = self._loads_of(axis, "next")
+        if not self.cluster["host.shared"] or any(load.one_way[1:]):
+            return 0.0
+        copies = 2 if size <= LARGEST else 1
+        return self.elements(2 * copies * size, copies)
 
     def _rate(self, op: Op, members: int) -> tuple[float, float]:
         """Seconds of the hops and launch of a communication that is no chain, and of a byte of its volume."""

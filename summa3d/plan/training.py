@@ -54,7 +54,7 @@ def _traced(config: Config, ranks_per_node: int) -> tuple[list[DryStep], Schedul
 
     first = setting_of(config, 0, ranks_per_node, config.device == "cuda")
     topology = first.topology
-    first.layouts.check(config.model, config.rows)
+    first.check()
     known: dict[object, Rank] = {}
     steps = []
     for index in range(config.grid.pp):

@@ -74,7 +74,7 @@ def test_the_fitted_numbers_of_the_cluster_are_those_of_the_fit(optimus: tuple[p
 
 
 def test_the_page_has_the_rows_that_are_predicted(optimus: tuple[papers.Paper, dict[str, Any]]) -> None:
-    page = (pages.ROOT / "docs" / "plan.md").read_text(encoding="utf-8")
+    page = (pages.ROOT / "papers" / "results.md").read_text(encoding="utf-8")
     for row in optimus[1]["rows"]:
         line = re.search(rf"^\| {row['name']} \| ([\d.]+).* \| ([\d.]+) \| (.+) % \|$", page, re.MULTILINE)
         assert line is not None, row["name"]

@@ -6,15 +6,17 @@ import random
 from collections.abc import Collection
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
 
 from summa3d.dry.record import Op
-from summa3d.dry.step import Setting
+from summa3d.dry.step import Rank, Setting
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.schemes.registry import SCHEME_SPECS
 from summa3d.plan import cells as of
 from summa3d.plan.programs.programs import PROGRAMS, edited
+from summa3d.plan.search.cells import StageGrid, traced
 
 
 def setting(scheme: str, axes: dict[str, int], batch: int, heads: int = 12) -> Setting:
@@ -97,3 +99,24 @@ def test_megatrons_kernels_pass_once_over_the_scores() -> None:
         return op.kind == "elements" and op.layer.startswith("blocks.0.attention.core")
 
     assert [op.name for op in fused.forward if scores(op)] == ["_softmax", "dropout_add_float32"]
+
+
+KEPT = (
+    ("gpt2", "tesseract", {"x": 2, "y": 2, "z": 1, "d": 2}, {"recompute": "full", "split": True}),
+    ("llama", "oned-sp", {"y": 3}, {"replicas": 2}),
+    ("gpt2", "cuboid-sequence", {"x": 2, "y": 1, "z": 3}, {"regather": True, "device": "cpu", "dtype": "float32", "shared": 6}),
+    ("llama", "summa", {"x": 3, "y": 2}, {"device": "cpu", "recompute": "full", "regather": False}),
+)
+
+
+@pytest.mark.parametrize(("family", "scheme", "axes", "rest"), KEPT)
+def test_cells_are_those_behind_a_first_micro_batch(
+    monkeypatch: pytest.MonkeyPatch, family: str, scheme: str, axes: dict[str, int], rest: dict[str, Any]
+) -> None:
+    model = ModelConfig(family=family, layers=1, hidden=72, heads=6, sequence=12, vocabulary=43)
+    rest = {"recompute": "none", "regather": False, "dtype": "bfloat16", "device": "cuda"} | rest
+    inner = StageGrid(model, scheme, tuple(axes.items()), unit=12, **rest)
+    found = traced(inner, True)
+    assert found is not None and (found.kept.base > 0) == (scheme != "cuboid-sequence")
+    monkeypatch.setattr(Rank, "_first", lambda rank, program, between: [step for step in program if step.op.micro == 0])
+    assert found == traced(inner, True)

@@ -89,7 +89,7 @@ def test_the_command_prints_a_table_or_json_and_its_options_are_of_dry_runs() ->
     text, lines = said(*grids), json.loads(said(*grids, "--json", "--cluster", "selene").stdout)
     assert text.returncode == 0 and text.stderr == ""
     rows = text.stdout.splitlines()
-    assert rows[0].startswith("2 rank(s), 2 a node; seconds by cluster ") and "it has 3 ranks, not 2" in rows[-1]
+    assert rows[0].startswith("2 ranks, 2 a node; seconds by cluster ") and "it has 3 ranks, not 2" in rows[-1]
     assert lines["cluster"] == "selene" and lines["limit"] == 2e9 * 0.96 - 1.2 * 2**30 and len(lines["rows"]) == 3
     one = json.loads(said("--dry-run", "--json", "--memory", "2GB").stdout)
     assert one["memory"]["fits"] and one["memory"]["need"] == max(one["bytes"]["peak"], 0) + one["bytes"]["node"]

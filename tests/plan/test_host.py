@@ -11,6 +11,7 @@ from summa3d.cluster import Cluster, read
 from summa3d.comm.topology import Topology
 from summa3d.dry.record import Op
 from summa3d.plan.host import HostPrices
+from summa3d.plan.price import Prices
 
 PORT, WORDS = 1e6, 1 << 16
 
@@ -88,3 +89,15 @@ def test_a_tree_of_three_has_two_rounds_and_one_member_has_none() -> None:
     prices = HostPrices(cluster(1), Topology.checked({"x": 3, "y": 1}))
     assert messages(prices, "broadcast", "x") == pytest.approx(2)
     assert messages(prices, "broadcast", "y") == 0
+
+
+@pytest.mark.parametrize(("words", "copies"), [(1 << 10, 2), (1 << 17, 2), (1 << 18, 1)])
+def test_cores_copy_a_message_inside_a_node_and_none_that_leaves_it(words: int, copies: int) -> None:
+    free = cluster(2)
+    shared = free.replaced({"host.shared": 1.0, "host.slots": 2.0}, "assumed")
+    inside, across = (Topology.checked({"in": one, "pp": 2, "out": 2}, ["in", "pp", "out"]) for one in (1, 2))
+    op = Op("move", "forward", "", "send", axis="pp", words=words, dtype="float64")
+    copied = 2 * copies * 8 * words / 1e12
+    assert Prices(shared, inside).seconds(op) == pytest.approx(copied * shared.crowding(4))
+    assert Prices(free, inside).seconds(op) == pytest.approx(8 * words / 1e14)
+    assert Prices(shared, across).seconds(op) == pytest.approx(2 * 8 * words / PORT)  # two of a node through one port

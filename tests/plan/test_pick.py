@@ -10,11 +10,13 @@ import pytest
 
 from summa3d.bench.fitted import Measured, MeasuredTime, described, fit
 from summa3d.cluster import load
-from summa3d.errors import ClusterError, GridError
+from summa3d.errors import ClusterError, ConfigError, GridError
 from summa3d.nn.choose import choose
+from summa3d.nn.config import MixtureConfig, ModelConfig
 from summa3d.nn.schemes.products import family_of
 from summa3d.plan.pick import PRICED, Exact, candidates, cluster_for, pick, plan_of, shortened
 from summa3d.plan.search.plans import FAMILIES
+from summa3d.plan.search.request import request
 from summa3d.plan.search.timing import Times
 from summa3d.train import config as configuration
 from summa3d.train.config import SCHEMES
@@ -148,3 +150,11 @@ def test_the_cluster_is_this_machines_if_it_was_calibrated_for_such_nodes(
     file.write_text("name = ")
     with pytest.raises(ClusterError, match="here is no TOML"):
         cluster_for("cpu", *one)
+
+
+def test_mixtures_whose_steps_are_not_predicted_are_refused_by_name() -> None:
+    mixture = ModelConfig(family="mixtral", moe=MixtureConfig(dense="1"))
+    with pytest.raises(ConfigError, match=r"model\.moe\.dense is '1'"):
+        request(mixture, 8, NETWORK)
+    with pytest.raises(ConfigError, match=r"train.optimizer is 'muon'.*\(mixtral\)"):
+        request(["family=mixtral", "train.optimizer=muon"], 8, NETWORK)

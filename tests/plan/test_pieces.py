@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from summa3d.cluster import load
 from summa3d.comm.topology import Topology
 from summa3d.dry.step import Setting
@@ -10,6 +12,8 @@ from summa3d.nn.overlap import Overlap
 from summa3d.plan.cells import BLOCK, cells
 from summa3d.plan.price import Prices
 from summa3d.plan.replay import replay
+from summa3d.plan.search.find import find_plans
+from summa3d.train.config import Config
 
 
 def test_a_block_in_pieces_exposes_less_and_multiplies_and_moves_the_same():
@@ -24,3 +28,16 @@ def test_a_block_in_pieces_exposes_less_and_multiplies_and_moves_the_same():
         spans[pieces] = sums, sum(span.exposed.get("y", 0.0) for span in found)
     assert spans[1][0] == spans[4][0]
     assert spans[4][1] < 0.5 * spans[1][1]
+
+
+def test_the_search_takes_pieces_where_they_gain_and_says_so():
+    """Ranks of one host each: pieces hide what one piece exposes."""
+    model = ModelConfig(family="gpt2", layers=2, hidden=96, heads=8, sequence=128, vocabulary=256)
+    config = Config(model=model, device="cpu", dtype="float32")
+    found = find_plans(config, "server", 2, 8, fix={"scheme": "oned-sp", "y": 2, "dp": 1, "pp": 1}, top=1)
+    best = found[0]
+    whole = replace(best.plan, inner=replace(best.plan.inner, pieces=1))
+    assert best.plan.inner.pieces > 1 and found.config().overlap.pieces == best.plan.inner.pieces
+    assert f"· {best.plan.inner.pieces} pieces" in str(found)
+    one = found.searched.priced(whole, best.memory)
+    assert best.seconds < one.seconds and best.terms["axis"]["y"] < one.terms["axis"]["y"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -218,7 +219,8 @@ def test_a_gpt_may_share_heads_of_k_and_v(tmp_path: Path) -> None:
     (few,), (all_heads,) = (read(tmp_path, {"model": {**gpt, "kv_heads": heads}}) for heads in (2, 16))
 
     def qkv(row: rows.MeasuredStep) -> int:
-        return sum(op.flops for way in step(row.given).cells[BLOCK] for op in way if op.layer.endswith("attention.qkv"))
+        layers = ("attention.qkv", ".attention")  # of one product, and of two that are joined
+        return sum(op.flops for way in step(row.given).cells[BLOCK] for op in way if op.layer.endswith(layers))
 
     assert qkv(few) / qkv(all_heads) == pytest.approx((1 + 2 * 2 / 16) / 3)
     assert few.flops < all_heads.flops and bytes_of(few.given) < bytes_of(all_heads.given)
@@ -273,7 +275,7 @@ def test_maxtext_keeps_q_k_and_v_and_torchtitan_every_second_product(tmp_path: P
     again = [op.layer for op in block.backward if op.phase == "recompute" and op.kind == "product"]
     assert again == [op.layer for op in block.forward if op.kind == "product"][1:-1]
     tokens = 4 * 2048
-    more = MODEL["layers"] * 2 * tokens * (2 * MODEL["ffn"] + MODEL["hidden"]) + 4 * tokens * MODEL["vocabulary"]
+    more = MODEL["layers"] * 2 * tokens * 2 * MODEL["ffn"] + 4 * tokens * MODEL["vocabulary"]  # attention is as wide as down
     assert bytes_of(found["fsdp2"].given) - bytes_of(found["maxtext"].given) == pytest.approx(1.06 * more)
 
 
@@ -385,6 +387,13 @@ def test_what_a_program_cannot_plan_is_one_line(words: list[str], said: str) -> 
 def test_the_stored_bands_are_those_of_the_rows() -> None:
     ended = subprocess.run([sys.executable, "-m", "papers", "bands"], cwd=ROOT, capture_output=True, text=True)
     assert ended.stdout == FILE.read_text(), ended.stderr
+
+
+@pytest.mark.wide
+def test_the_figure_of_the_readme_shows_these_rows() -> None:
+    script = runpy.run_path(str(ROOT / "docs" / "front.py"))
+    kept = json.loads((ROOT / "docs" / "front.json").read_text(encoding="utf-8"))
+    assert script["predict_rows"]() == kept["rows"], "run: python docs/front.py --measure rows"
 
 
 @pytest.mark.wide

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import subprocess
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -36,7 +37,7 @@ from summa3d.plan.search.plans import SCHEDULES, SCHEMES, Era, OuterGrid, Plan, 
 from summa3d.plan.search.request import bytes_of, request, space_of
 from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.store import Store, file_of
-from summa3d.plan.search.timing import Times, elements_of
+from summa3d.plan.search.timing import Times, number_of
 from summa3d.train import config as configuration
 
 MODEL = ModelConfig(layers=3, hidden=64, heads=4, sequence=32, vocabulary=256)
@@ -76,12 +77,13 @@ def test_an_explanation_names_the_least_change_that_puts_a_plan_first_and_what_a
     cluster = CLUSTER.replaced({"elements.launch": 0.4 * CLUSTER["elements.launch"]}, "assumed")  # makes pipelines near the best
     search = PlanSearch(SPACE, Times(cluster, Store()), LIMIT, 4)
     found = search.run(lambda *state: None)
-    first, number = found.best[0], next(place for place, one in enumerate(found.best, 1) if one.plan.pp > 1)
+    first = found.best[0]
+    number = next(place for place, one in enumerate(found.best, 1) if one.plan.pp != first.plan.pp)
     one, said = found.best[number - 1], "\n".join(explain(found, number, search.times))
 
     def seconds(key: str, factor: float) -> list[float]:
         times = Times(cluster.replaced({key: cluster[key] * factor}, "assumed"), search.times.store)
-        return [times.closed(each.plan) for each in (first, one, *found.best, *found.families.values())]
+        return [times.seconds(each.plan) for each in (first, one, *found.best, *found.families.values())]
 
     def is_ahead(key: str, factor: float) -> bool:
         before, this, *_ = seconds(key, factor)
@@ -161,6 +163,9 @@ def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:
         "replicas": 2,
         "shared": 2,
         "split": True,
+        "outer": (("ep", 2),),
+        "options": (("pipeline.scatter", False),),
+        "pieces": 2,
         "model": replace(MODEL, hidden=128),
     }
     assert set(changes) == {field.name for field in fields(StageGrid)}
@@ -177,13 +182,29 @@ def test_a_file_is_of_everything_that_a_trace_depends_on(cache: Path) -> None:
     assert file_of(replace(one, model=replace(MODEL, layers=9)), False) == files[0]  # one block is traced of any number
 
 
+def test_an_odd_number_of_causal_heads_has_a_line_of_even_sizes(cache: Path) -> None:
+    model = replace(MODEL, hidden=48, heads=6)
+    one = replace(inner("oned", 1, y=2), device="cpu", dtype="float32", model=model)
+    store = Store()
+    assert store.cells(one, 1)[1] == 1
+    before = store.traces
+    for units in (2, 4, 12):
+        cells, at = store.cells(one, units)
+        exact = traced(replace(one, unit=units), True)
+        assert at == units // 2 and exact is not None
+        for cell, way in cells.counts:
+            ops, others = cells.trace(cell, way, at), exact.trace(cell, way, 1)
+            assert [op[4:] for op in ops if op.kind == "product"] == [op[4:] for op in others if op.kind == "product"]
+    assert store.traces == before + 1
+
+
 def test_a_damaged_or_foreign_file_is_traced_again_and_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, said = inner("oned", 1, y=2), []
     first = Store().cells(one, 2)[0]
     file, whole = file_of(one, False), file_of(one, False).read_text()
     assert Store(said.append).cells(one, 4)[0] == first and not said
     monkeypatch.setattr(kept, "traced", lambda *of: first)
-    for text in (whole[:100], "[]", whole.replace('"format":3', '"format":0'), '{"header":' + whole):
+    for text in (whole[:100], "[]", whole.replace(f'"format":{kept.FORMAT}', '"format":0'), '{"header":' + whole):
         file.write_text(text)
         again = Store(said.append)
         assert again.cells(one, 2)[0] == first and again.traces == 1
@@ -267,7 +288,7 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
             op = cells.kinds[kind].at(units)
             words[op.axis] += op.words * many * times * plan.micro_batches * (op.kind == "move")
     assert words["y"] == sum(axes.get("y", 0) for axes in dry["words"].values()) > 0
-    held_by = elements_of(plan, cells, held.stage)
+    held_by = number_of(plan, cells.elements, held.stage)
     words["dp"] += {1: 2, 2: plan.micro_batches + 1, 3: 0}[zero] * held_by // 2
     assert words["dp"] == pytest.approx(sum(axes.get("dp", 0) for axes in dry["words"].values()), abs=2) and words["dp"] > 0
     cells.extents.update(dict.fromkeys(cells.extents, (0, 0)))
@@ -277,6 +298,42 @@ def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zer
     assert (nothing.activations, forward.activations) == (0, 20) and forward.workspace - nothing.workspace == 1000 - 10
     more = memory(plan, replace(cells, kept=LinearSize(cells.kept.base + 300, cells.kept.slope + 5)), units)
     assert more.workspace == memory(plan, replace(cells), units).workspace + 300 + 5 * units
+
+
+@pytest.mark.parametrize(
+    ("scheme", "axes", "ep", "zero"), [("cuboid", {"y": 2}, 2, 1), ("oned", {"y": 2}, 1, 3), ("oned", {}, 5, 2)]
+)
+def test_bounds_bytes_and_words_of_mixtures_are_those_of_dry_runs(
+    cache: Path, scheme: str, axes: dict[str, int], ep: int, zero: int
+) -> None:
+    """Of 5 experts, which axes share unevenly; replicas share rows evenly, as the planner takes for granted."""
+    from summa3d.train.dry_run import predict
+
+    asked = request(
+        ["family=mixtral", "layers=3", "hidden=320", "heads=4", "ffn=480", "sequence=120", "vocabulary=320", "experts=5"],
+        8 * ep,
+        CLUSTER,
+    )
+    unit = 2 * ep if scheme == "cuboid" else ep
+    outer = (("ep", ep),) if ep > 1 else ()
+    of = replace(inner(scheme, unit, **axes), model=asked.config.model, outer=outer, replicas=2 * ep if zero == 3 else 1)
+    plan = Plan(of, 2, 1, 1, 1, 8 * ep // unit // 2, zero)
+    bounds = Bounds(Times(CLUSTER, Store()))
+    bounds_hold(bounds, plan, [*tiles(plan, SPACE.nodes)])
+    cells, units = bounds.times.store.cells(plan.inner, plan.units)
+    held, dry = memory(plan, cells, units), predict(configured(plan, asked.config))
+    for term in ("parameters", "gradients", "optimizer"):
+        assert held._asdict()[term] == pytest.approx(dry["bytes"][term], rel=1e-3), term
+    assert 0.9 < held.total / dry["peak"] < (1.5 if zero == 2 else 1.1)
+    words = Counter[str]()
+    for (cell, _), counts in cells.counts.items():
+        for kind, many in counts.items():
+            op, times = cells.kinds[kind].at(units), plan.layers_of(0) if cell == BLOCK else 1
+            words[op.axis] += op.words * many * times * plan.micro_batches * (op.kind == "move")
+    for axis in (name for name in words if "dp" not in name and words[name]):
+        found = sum(each.get(axis, 0) for each in dry["words"].values())
+        assert words[axis] == pytest.approx(found, rel=0.02), axis
+    assert ep == 1 or any("ep" in axis and many for axis, many in words.items())
 
 
 def test_consecutive_pieces_of_a_block_are_repeated_as_one() -> None:
@@ -305,7 +362,7 @@ def test_a_plan_that_keeps_less_on_each_replica_is_tried_where_no_other_fits(cac
 
 
 def test_cells_are_the_same_whoever_traces_them(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    one, fine = inner("oned-sp", 1, y=4), inner("summa", 2, x=2, y=2)
+    one, fine = inner("oned-sp", 2, y=4), inner("summa", 2, x=2, y=2)  # an even number of heads: causal ones count half
     monkeypatch.setenv("SUMMA3D_CACHE", str(tmp_path))
     said: list[str] = []
     store = Store(said.append, processes=1)
@@ -396,7 +453,7 @@ WRONG = (
     (["1t"], {"fixes": ["regather=maybe"]}, "takes true or false"),
     (["1t"], {"fixes": ["tile=2"]}, "takes a table of axes, as in --fix 'tile={y=2, z=4}'"),
     (["1t"], {"fixes": ["tile={y='2'}"]}, "grid.tile.y = '2' is text; grid.tile.y takes an integer"),
-    (["1t"], {"fixes": ["order=x,y,z"]}, "Known: z,y,x,d,dp,pp"),
+    (["1t"], {"fixes": ["order=x,y,z"]}, "Known: z,y,x,d,cp,ep,dp,pp"),
     (["1t"], {"fixes": ["pp=2", "grid.pp=4"]}, "grid.pp is given 2 and 4"),
     (["1t"], {"fixes": ["schedule=zb-w"]}, "nearest is zb-v"),
     (["1t"], {"limits": ["y=8"]}, "KEY<=NUMBER"),
@@ -487,6 +544,45 @@ def test_a_model_of_every_family_is_planned_without_a_configuration(cache: Path,
     asked = request(["layers=2", "hidden=64", "heads=4", *more], 8, CLUSTER)
     space = space_of(asked, CLUSTER, 2, 8, "now", ["scheme=cuboid", "recompute=none", "x=2"], [])
     assert PlanSearch(space, Times(CLUSTER, Store()), LIMIT, 1).run(lambda *state: None).best
+
+
+SEARCHES = """
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+import os, signal, time
+from summa3d.plan.search.store import follow_parent
+if __name__ == "__main__":
+    pool = ProcessPoolExecutor(1, get_context("spawn"), follow_parent)
+    print(pool.submit(os.getpid).result(), flush=True)
+    pool.submit(time.sleep, 60)
+    time.sleep(60)
+"""
+
+
+def test_processes_that_trace_end_with_a_search_that_is_killed(tmp_path: Path) -> None:
+    (tmp_path / "searches.py").write_text(SEARCHES)
+    with subprocess.Popen([jobs.python(), str(tmp_path / "searches.py")], stdout=subprocess.PIPE, text=True) as search:
+        assert search.stdout is not None
+        process = int(search.stdout.readline())
+        os.kill(process, 0)
+        search.kill()
+    began = time.monotonic()
+    while Path(f"/proc/{process}").exists() and time.monotonic() < began + 20:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{process}").exists()
+
+
+def test_a_job_that_cannot_run_on_a_cluster_is_refused_before_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a configuration for the CPUs there the search begins."""
+    monkeypatch.setattr(command, "find_plans", lambda *args, **options: (_ for _ in ()).throw(ConfigError("it searches")))
+    file = tmp_path / "cpu.toml"
+    file.write_text('device = "cpu"\n')
+    for model, says in (("gpt3-1.3b", "MI250X"), (str(file), "it searches")):
+        parser = argparse.ArgumentParser()
+        cli.add_arguments(parser)
+        words = ["--model", model, "--cluster", "frontier", "--ranks", "8", "--batch", "8", "--write", str(tmp_path / "plan")]
+        with pytest.raises(ConfigError, match=says):
+            cli.run(parser.parse_args(words))
 
 
 def test_a_configuration_without_a_model_is_planned_with_the_default_one(tmp_path: Path) -> None:

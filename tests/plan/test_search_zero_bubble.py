@@ -100,13 +100,13 @@ CASES = (
     pytest.param(plan("zb-h1", 1), marks=pytest.mark.wide),  # each two of its sizes are in other cases, so are the next one's
     pytest.param(plan("zb-h1", 1, pp=4, m=8, recompute="full"), marks=pytest.mark.wide),
     plan("zb-v", 2),
-    plan("zb-h1", 1, pp=4, m=6, layers=9),
+    pytest.param(plan("zb-h1", 1, pp=4, m=6, layers=9), marks=pytest.mark.wide),
     plan("zb-v", 2, pp=4, m=8, recompute="full"),
     plan("zb-v", 2, scheme="cuboid", axes={"z": 2}, unit=2, units=2, regather=True),
     plan("zb-h1", 1, scheme="summa", axes={"x": 2, "y": 2}, unit=2, units=2),
-    plan("zb-h1", 1, dp=2, zero=3),
+    pytest.param(plan("zb-h1", 1, dp=2, zero=3), marks=pytest.mark.wide),
     plan("zb-v", 2, dp=2, zero=3),
-    plan("zb-h1", 1, dp=2, recompute="full"),
+    pytest.param(plan("zb-h1", 1, dp=2, recompute="full"), marks=pytest.mark.wide),
 )
 
 
@@ -137,8 +137,10 @@ def test_bytes_and_seconds_are_those_of_the_dry_run_and_bounds_hold(one: Plan) -
     assert held.total == max(_of_rank(one, cells, units, rank).total for rank in range(one.pp))
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), SPLIT)
-@pytest.mark.parametrize(("p", "m"), [(2, 9), (3, 17), (4, 5), (5, 31)])
+SIZES = [(*kind, p, m) for kind in SPLIT for p, m in ((2, 9), (3, 17), (4, 5), (5, 31))]
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "p", "m"), [*SIZES, ("zb-h1", 1, 6, 2), ("zb-h1", 1, 5, 1)])
 def test_a_step_is_its_simulated_schedule_and_few_micro_batches_of_it_say_hardly_more(
     schedule: str, chunks: int, p: int, m: int
 ) -> None:
@@ -153,7 +155,7 @@ def test_a_step_is_its_simulated_schedule_and_few_micro_batches_of_it_say_hardly
         whole = timeline(build(schedule, p, m, chunks), of_stages=step.of_stages(parts))
         assert step.pipeline(CLUSTER) == pytest.approx(whole.time)
         assert whole.time * (1 - 1e-9) <= step.closed(parts) <= 1.015 * whole.time
-        assert step.least(parts) <= whole.time * (1 + 1e-9)
+        assert (0.9 if chunks == 1 else 0.0) * whole.time <= step.least(parts) <= whole.time * (1 + 1e-9)
         ends = [forward[cell] + backward[cell] + weights[cell] for cell in (BLOCK, ENTER, LEAVE)]
         messages = 2 * (p * chunks - 1) - 2 * (chunks - 1)
         assert sum(whole.busy) == pytest.approx(m * (sum(layers) * ends[0] + ends[1] + ends[2] + messages * parts.send))
@@ -195,6 +197,7 @@ def test_zb_v_wins_until_its_bytes_do_not_fit() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "zero"), [("zb-h1", 1), ("zb-h1", 3), ("zb-v", 2), ("zb-v", 3)])
+@pytest.mark.turns
 def test_a_written_zero_bubble_plan_has_the_bytes_of_its_dry_run(
     tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, schedule: str, zero: int
 ) -> None:
@@ -254,6 +257,7 @@ WAYS = (("none", False, True), ("none", True, True), ("none", False, False), ("f
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["cover", "all"])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize(("scheme", "unit", "axes"), KEEPS)
+@pytest.mark.turns
 def test_what_a_block_keeps_at_least_is_hardly_less_than_what_it_keeps(
     scheme: str, unit: int, axes: dict[str, int], family: str, every: bool
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from summa3d import find_plans
 from summa3d.cluster import DEVICE, FITTED, Cluster, load, read_text, write
 from summa3d.errors import CapacityError, ConfigError, LaunchError
-from summa3d.launch import trial
+from summa3d.launcher import trial
 from summa3d.plan import refit as module
 from summa3d.plan.refit import candidates, chosen, dependence, fitted, refit
 from summa3d.plan.search.timing import Times
@@ -83,6 +83,7 @@ def test_dependence_is_the_derivative_of_logarithms() -> None:
     assert found == {"peak.float32": pytest.approx((0.25 / 2) ** 0.5, rel=1e-6), "layers.launch": 0.0}
 
 
+@pytest.mark.wide
 def test_plans_that_ran_as_on_another_cluster_are_predicted_as_on_it() -> None:
     plans = find_plans(["gpt3-125m", *SIZES], HOST.replaced({"host.slots": 2}, "measured"), 4, 12, fix={"pp": 1}, top=6)
     truth = plans.found.cluster.replaced({"layers.launch": 9e-5, "collectives.launch": 4e-5}, "assumed")
@@ -125,6 +126,7 @@ def test_levels_may_have_the_names_of_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.wide)])
+@pytest.mark.wide
 def test_the_fastest_plans_are_run_and_their_refit_is_a_cluster(ranks: int, tmp_path: Path) -> None:
     limits = ("--fix", "pp=1", "--limit", "x<=2", "--top", "1", "--try", "2", "--write", str(tmp_path))
     words = ["-m", "summa3d", "plan", *MODEL, "--ranks", str(ranks), *limits, "--json"]

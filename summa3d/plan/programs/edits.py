@@ -75,9 +75,9 @@ def unfused(trace: OpTrace) -> Iterable[Op]:
 
 
 @of_each_trace
-def causal(trace: OpTrace) -> Iterable[Op]:
-    """Flash attention leaves out the blocks of scores above the diagonal: half of the products."""
-    return (op._replace(batch=op.batch // 2) if op.name == "attention" else op for op in trace)
+def whole_square(trace: OpTrace) -> Iterable[Op]:
+    """A kernel that computes the scores above the diagonal too, which the library's leaves out."""
+    return (op._replace(batch=2 * op.batch) if op.name == "attention" else op for op in trace)
 
 
 OWN = ("cat", "clone", "stack", "copy_", "_to_copy", "sum_parts", "ge", "lt", "bitwise_and", "sub", "clamp")
@@ -166,20 +166,6 @@ def in_contexts(contexts: int) -> Edit:
         return (op._replace(n=op.n * contexts) if op.name == "attention" else op for op in trace)
 
     return longer
-
-
-def grouped(whole: int, cut: int) -> Edit:
-    """A GPT whose heads of k and v are fewer: its first product has `cut` columns, in place of `whole`."""
-
-    @of_each_trace
-    def narrower(trace: OpTrace) -> Iterable[Op]:
-        for op in trace:
-            if op.kind == "product" and op.layer.endswith("attention.qkv"):
-                m, n, k = (cut if size == whole else size for size in (op.m, op.n, op.k))
-                op = op._replace(m=m, n=n, k=k)
-            yield op
-
-    return narrower
 
 
 def without(cell: Cell, layer: str, names: tuple[str, ...]) -> Cell:

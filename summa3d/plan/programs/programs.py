@@ -15,7 +15,6 @@ from .edits import (
     accumulated_apart,
     all_but_qkv_again,
     as_nccl,
-    causal,
     core_again,
     distributed_checkpoints,
     eager,
@@ -24,6 +23,7 @@ from .edits import (
     strided_attention,
     sums_of_halves,
     unfused,
+    whole_square,
     workspace_copies,
 )
 
@@ -75,7 +75,7 @@ PROGRAMS = {
     "optimus-2021": PricedProgram("Optimus", (workspace_copies,)),
     "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
     "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
-    "fsdp-2023": PricedProgram("MPT by torch's FSDP", (causal, strided_attention)),
+    "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
     "internevo": PricedProgram("InternEvo", (as_nccl,), INTERNEVO, core_again, "flash2", newer=True, kept=4),
     "nanotron": PricedProgram(
@@ -134,8 +134,8 @@ def edited(cell: Cell, edits: Iterable[Callable[[Cell], Cell]]) -> Cell:
 def edits_of(program: PricedProgram, on: Mapping[str, bool], recompute: str) -> tuple[Edit, ...]:
     """The edits of a program whose switches are these, and which computes so much again."""
     edits = [*program.edits]
-    if on.get("causal") and on.get("fused_attention"):
-        edits.append(causal)
+    if on.get("fused_attention") and not on.get("causal"):
+        edits.append(whole_square)
     if "fused_accumulation" in on:
         edits.append(accumulated if on["fused_accumulation"] else accumulated_apart)
     if on.get("compile") is False:

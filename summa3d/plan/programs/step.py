@@ -13,7 +13,7 @@ from ...nn.config import ModelConfig
 from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
-from .edits import grouped, in_contexts, in_eight_bits
+from .edits import in_contexts, in_eight_bits
 from .programs import PROGRAMS, edited, edits_of
 
 ORDER = ("y", "cp", "shards", "zero", "dp", "pp")
@@ -76,9 +76,6 @@ def _cells(given: Mapping[str, Any], on: Mapping[str, bool]) -> dict[str, Cell]:
     """The cells as the program runs them."""
     edits = edits_of(PROGRAMS[given["profile"]], on, given.get("recompute", "full"))
     edits += (in_contexts(given.get("cp", 1)),) * (given.get("cp", 1) > 1)
-    kv_heads, tp, hidden = given.get("kv_heads"), given["tp"], given["hidden"]
-    if kv_heads and given.get("family") != "llama":
-        edits += (grouped(3 * hidden // tp, (hidden + 2 * hidden // given["heads"] * kv_heads) // tp),)
     found = {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
     return found | {BLOCK: in_eight_bits(found[BLOCK])} if given.get("eight_bits") else found
 
@@ -96,7 +93,7 @@ def setting(given: Mapping[str, Any]) -> Setting:
         dropout=dropout,
         attention_dropout=given.get("attention_dropout", dropout),
         **{key: given[key] for key in ("family", "ffn") if key in given},
-        **({"kv_heads": max(kv_heads, tp)} if kv_heads and given.get("family") == "llama" else {}),
+        **({"kv_heads": max(kv_heads, tp)} if kv_heads else {}),
     )
     recompute = given.get("recompute", "full")
     fused = not model.attention_dropout

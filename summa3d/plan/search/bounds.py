@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...comm.topology import replica_axes
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...nn.schemes.products import OPERANDS, B, Numeric, alone
@@ -135,11 +136,11 @@ class Bounds:
 
     def bytes(self, rows: PlanTable, at: Any, saving: MemoryOption) -> tuple[Any, Any]:
         """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what micro-batches keep."""
-        inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.dp[at]
+        inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.copies[at]
         moments = 2 if self.times.train.optimizer == "adamw" else 1
         kinds, place = np.unique(dp, return_inverse=True)
         each = np.array([sum(kept_per_element(inner.dtype, zero, int(one), moments)) for one in kinds])[place.reshape(-1)]
-        sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.rows[at], rows.ranks[at]
+        sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.share[at], rows.ranks[at]
         layer = sum(one.words(B, sizes, size) for one in inner.products)
         alone = [self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
         saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
@@ -162,8 +163,10 @@ class Bounds:
             return sum(line.base for line in net), sum(line.slope for line in net)
 
         base, slope = of(1)
+        base //= max(1, inner.model.num_experts)  # of a mixture, a rank may hold one of the experts
         if zero == 3:
             of_two = of(2)
+            of_two = of_two[0] // max(1, inner.model.num_experts), of_two[1]
             base, slope = (one - 2 * (one - two) * (1 - 1 / dp) for one, two in zip((base, slope), of_two, strict=True))
         return Kept(MARGIN * (base + slope * rows), base)
 
@@ -176,10 +179,10 @@ class Bounds:
         that they have on the grid, and the words that these must move.
         """
         inner, sizes = rows.inner_of(saving, int(at[0])), {axis: column[at] for axis, column in rows.sizes.items()}
-        shards = rows.dp[at] if rows.era.zero[saving[1]] == 3 else 1
-        parts, elements = self._computed(inner, sizes, rows.rows[at], shards, int(rows.ranks[0] * rows.dp[0] * rows.pp[0]))
-        forward = _forward(inner, parts, elements)
-        every = [*moved(inner, sizes, rows.rows[at] * inner.model.sequence)]
+        shards = rows.copies[at] if rows.era.zero[saving[1]] == 3 else 1
+        parts, elements = self._computed(inner, sizes, rows.share[at], shards, rows.total)
+        split = _split(inner, parts, elements, rows.chunks[at])
+        every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence)]
         ports, streams = self._anywhere(sizes, every)
         parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
         if rows.era.zero[saving[1]] == 3:
@@ -187,20 +190,20 @@ class Bounds:
             gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
             parts[BLOCK] = parts[BLOCK] + fastest * gathered
         first, last, least, both = (column[at] for column in rows.layers)
-        return _closed(parts, forward, rows.pp[at], rows.micro_batches[at], (first, last, least, both))
+        return _closed(parts, split, rows.pp[at], rows.micro_batches[at], (first, last, least, both))
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
         """Seconds that the plan takes at least with each of these placements, whose links are known."""
         key = plan.inner, plan.units
         if key not in self._work:
-            shape, ranks = plan.inner.shape, plan.inner.ranks * plan.dp * plan.pp
-            computed = self._computed(plan.inner, shape, plan.rows, plan.inner.replicas, ranks)
-            self._work[key] = *computed, _together(moved(plan.inner, shape, plan.rows * plan.inner.model.sequence))
+            shape, share = plan.inner.shape, plan.rows / plan.inner.copies
+            computed = self._computed(plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp)
+            self._work[key] = *computed, _together(moved(plan.inner, shape, share * plan.inner.model.sequence))
         parts, elements, _ = self._work[key]
         around = plan.pp, plan.micro_batches
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
-        blocks, forward = (self._block(one) for one in placements), _forward(plan.inner, parts, elements)
-        return [float(_closed({**parts, BLOCK: block}, forward, *around, stages)) for block in blocks]
+        blocks, split = (self._block(one) for one in placements), _split(plan.inner, parts, elements, plan.chunks)
+        return [float(_closed({**parts, BLOCK: block}, split, *around, stages)) for block in blocks]
 
     def _block(self, plan: Plan) -> float:
         """Seconds of a block of a placement."""
@@ -213,7 +216,7 @@ class Bounds:
                 ports += moving + (fixed if term.waited else 0.0)
                 streams[term.axis] = streams.get(term.axis, 0.0) + fixed + moving
             block = max(parts[BLOCK] + ports, max(streams.values(), default=0.0))
-            self._blocks[key] = block + (self._gathered(plan, prices, elements) if plan.zero == 3 else 0.0)
+            self._blocks[key] = block + (self._gathered(plan, prices, elements) if plan.inner.replicas > 1 else 0.0)
         return self._blocks[key]
 
     def _computed(
@@ -262,12 +265,15 @@ class Bounds:
                 slope += many * crowding * (prices.product(one) - launch)
             elif one.kind == "product" and cell != BLOCK:
                 cubes.append((many, float(one.m * one.n * one.k)))
+        if cell == BLOCK:  # of a mixture, a rank may hold one of the experts
+            launched, size = launched / max(1, inner.model.num_experts), size / max(1, inner.model.num_experts)
         self._alone[key] = SingleRankWork(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
         return self._alone[key]
 
     def _cells(self, inner: StageGrid, replicas: int = 1) -> Cells:
         """The cells that one rank alone would run, whose units are rows; replicas share their weights."""
         one = replace(inner, scheme=SERIAL, axes=tuple(alone(SERIAL).sizes), regather=False, unit=1, replicas=replicas)
+        one = replace(one, outer=(), options=())
         cells, _ = self.times.store.cells(one, 1)
         return cells
 
@@ -275,12 +281,14 @@ class Bounds:
 
     def _seconds(self, prices: Prices, one: Moved) -> tuple[float, float]:
         """Seconds of launches and hops, and of volume, of communications along an axis whose links are known."""
-        members = prices.topology.shape[one.axis]
+        members = prod(prices.topology.shape[axis] for axis in one.axis.split("·"))
         key = id(prices), one.axis, one.name
         if key not in self._rates:
-            word = 4
-            (least, _), (most, volume) = (prices.move(move(one.name, one.axis, words, "float32")) for words in (1, MANY))
-            fill = (most - least) / max(1.0, self.cluster["collectives.chunk"] - word)
+            word, fill = 4, 0.0
+            least, volume = prices.move(move(one.name, one.axis, MANY, "float32"))
+            if one.name in CHAINS:
+                most, (least, _) = least, prices.move(move(one.name, one.axis, 1, "float32"))
+                fill = (most - least) / max(1.0, self.cluster["collectives.chunk"] - word)
             received = members / (members - 1) if one.name == "broadcast" else 1.0  # its words are those of the message
             self._rates[key] = least, fill, received * volume / (word * MANY)
         fixed, fill, byte = self._rates[key]
@@ -292,13 +300,15 @@ class Bounds:
     def _gathered(self, plan: Plan, prices: Prices, elements: float) -> float:
         """Seconds of the gathers of a block's shared weights, and of the sums of their gradients, behind element-wise work."""
         passes = 3 if plan.inner.recompute == "full" else 2
-        size = self._shared(plan.inner, plan.inner.ranks, plan.dp)
-        gathers = sum(self._seconds(prices, Moved("dp", "all_gather", passes * size, passes * 4)))
-        return gathers + max(0.0, self._seconds(prices, Moved("dp", "reduce_scatter", size, 4))[1] - elements)
+        size, plane = self._shared(plan.inner, plan.inner.ranks, plan.copies), "·".join(replica_axes(plan.shape))
+        gathers = sum(self._seconds(prices, Moved(plane, "all_gather", passes * size, passes * 4)))
+        return gathers + max(0.0, self._seconds(prices, Moved(plane, "reduce_scatter", size, 4))[1] - elements)
 
     def _shared(self, inner: StageGrid, ranks: Numeric, dp: Numeric) -> Numeric:
-        """Bytes of a block's weights that a rank receives of other replicas when it gathers them."""
-        return inner.block_elements / (ranks * dp) * (dp - 1) * dtype_of(inner.dtype).nbytes
+        """Bytes of a block's weights that a rank receives of other replicas when it gathers them; of experts, of none."""
+        model = inner.model
+        elements = inner.block_elements - model.num_experts * 3 * model.hidden * model.expert_width
+        return elements / (ranks * dp) * (dp - 1) * dtype_of(inner.dtype).nbytes
 
     def _anywhere(self, sizes: Mapping[str, Numeric], every: Sequence[Moved]) -> tuple[Numeric, Numeric]:
         """Seconds for which communications use ports, and for which the busiest axis is in use, at least, wherever ranks lie.
@@ -335,25 +345,56 @@ class Bounds:
         return np.maximum(fastest, least) + fixed, np.max([streams[axis] + waited[axis] for axis in sizes], axis=0)
 
 
-def _forward(inner: StageGrid, parts: Mapping[str, Numeric], elements: Numeric) -> Numeric | None:
-    """Seconds of a block's forward at least, by its products, where backward is split; None where it is not."""
-    return (parts[BLOCK] - elements) / (4 if inner.recompute == "full" else 3) if inner.split else None
+class SplitPasses(NamedTuple):
+    """Seconds of a block's products at least, where backward is split: of forward, and as much of gradients of weights; of X.
+
+    one : whether each rank has one chunk (ZB-H1)
+    """
+
+    forward: Numeric
+    inputs: Numeric
+    one: Numeric
+
+
+def _split(inner: StageGrid, parts: Mapping[str, Numeric], elements: Numeric, chunks: Numeric) -> SplitPasses | None:
+    """The seconds of its passes; None where backward is one."""
+    again = inner.recompute == "full"
+    forward = (parts[BLOCK] - elements) / (3 + again)
+    return SplitPasses(forward, (1 + again) * forward, np.equal(chunks, 1)) if inner.split else None
 
 
 def _closed(
     parts: Mapping[str, Numeric],
-    forward: Numeric | None,
+    split: SplitPasses | None,
     pp: Numeric,
     micro_batches: Numeric,
     layers: tuple[Numeric, Numeric, Numeric, Numeric],
 ) -> Numeric:
     """Seconds of a pipeline at least.
 
-    forward : of a block, where backward is split: the last rank waits for the forwards of those before it, and is never sure to
+    split : of a block, where backward is split: the last rank waits for the forwards of those before it, and is never sure to
     wait again. layers : of the first and the last rank, and of the smallest stage; whether the first has the last stage too.
     """
     (first, last, least, both), block = layers, parts[BLOCK]
     of_first, of_last = first * block + parts[ENTER] + parts[LEAVE] * both, last * block + parts[LEAVE] * (1 - both)
-    if forward is None:
+    if split is None:
         return micro_batches * np.maximum(of_first, of_last) + (pp - 1) * least * block
-    return np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * forward)
+    found = np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * split.forward)
+    return np.maximum(found, split.one * _of_one_chunk(parts, split, pp, micro_batches, layers))
+
+
+def _of_one_chunk(
+    parts: Mapping[str, Numeric], split: SplitPasses, pp: Numeric, micro_batches: Numeric, layers: Sequence[Numeric]
+) -> Numeric:
+    """The same of ranks of one chunk, as `PredictedStep.least` counts the ops of the first and of the last rank.
+
+    What is known of all passes together counts as often as the op of them that comes least.
+    """
+    (first, last, least, _), (forward, inputs, _) = layers, split
+    others = (pp - 1) * least
+    rest = parts[BLOCK] - 2 * forward - inputs
+    waiting = np.maximum(0, micro_batches - pp)
+    behind = 1 + waiting
+    of_first = (others + behind * first) * forward + (others + micro_batches * first) * inputs + micro_batches * first * forward
+    of_last = (others + micro_batches * last) * (forward + inputs) + waiting * last * forward
+    return np.maximum(of_first + behind * (first * rest + parts[ENTER]), of_last + waiting * (last * rest + parts[LEAVE]))

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from ...dry.record import ENTER, LEAVE, Op
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
+from ...nn.overlap import Overlap
 from ...nn.schemes.products import LaidOutProduct, alone, products_of
 from ...train import toml
 from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig, numbers_of
@@ -31,7 +32,9 @@ class StageGrid:
     """What the cells of a stage depend on: the model's sizes, its scheme and inner grid, what is kept, and the dtype.
 
     unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1. shared :
-    ranks that share a node's memory. split : whether backward is two ops, of the gradients of inputs, then of weights
+    ranks that share a node's memory. split : whether backward is two ops, of the gradients of inputs, then of weights. outer :
+    further axes around the grid (`parallel.outer`) of several ranks, and options, their keys of a configuration. pieces : what
+    products move between nodes is cut into so many
     """
 
     model: ModelConfig
@@ -45,6 +48,9 @@ class StageGrid:
     replicas: int = 1
     shared: int = 1
     split: bool = False
+    outer: tuple[tuple[str, int], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
@@ -73,38 +79,60 @@ class StageGrid:
         return self.products[0].gathers
 
     @property
+    def leaves_nodes(self) -> bool:
+        """Whether its ranks are hosts', and not all in one node's memory: products may then move in pieces behind arithmetic."""
+        return self.device == "cpu" and self.shared < self.ranks
+
+    @property
     def split_stream(self) -> frozenset[str]:
         """The axes that split the residual stream; ranks along others hold copies of it."""
         return alone(self.scheme).residual.axes
 
     @cached_property
     def ranks(self) -> int:
-        """Ranks of the inner grid."""
+        """Ranks of the inner grid, among which a layer's weights are split."""
         return prod(self.shape.values())
+
+    @cached_property
+    def copies(self) -> int:
+        """Grids along the further axes, which share a micro-batch and hold copies of its weights."""
+        return prod(size for _, size in self.outer)
 
     @cached_property
     def block_elements(self) -> int:
         """Elements of the weights of a block."""
-        return sum(rows * columns for rows, columns in self.model.matrices)
+        return self.model.block_elements
 
     def config(self, units: int) -> Config:
         """The configuration of a step of a model of one block, with micro-batches of `units` units."""
-        return Config(
+        dp = max(1, self.replicas // self.copies)
+        found = Config(
             scheme=self.scheme,
             dtype=self.dtype,
             recompute=self.recompute,
             regather=self.regather,
             device=self.device,
-            grid=toml.build(GridConfig, {**self.shape, "dp": self.replicas}),
-            replicas=ReplicasConfig(zero=1 if self.replicas == 1 else 3),
+            overlap=Overlap(pieces=self.pieces),
+            grid=toml.build(GridConfig, {**self.shape, **dict(self.outer), "dp": dp}),
+            replicas=ReplicasConfig(zero=3 if self.replicas > 1 else 0 if self.outer else 1),
             model=replace(self.model, layers=1),
-            train=TrainConfig(batch=ACCUMULATE * units * self.unit * self.replicas, accumulate=ACCUMULATE),
+            train=TrainConfig(batch=ACCUMULATE * units * self.unit * dp, accumulate=ACCUMULATE),
             data=DataConfig(tokenizer=numbers_of(self.model)),
         )
+        return with_options(found, self.options)
 
     def key(self, single: bool) -> dict[str, Any]:
         """All that a trace depends on, as JSON: of one unit (`single`), or of the line through two sizes."""
-        return {**asdict(self), "model": asdict(replace(self.model, layers=1)), "axes": self.shape, "single": single}
+        around = {"outer": dict(self.outer), "options": dict(self.options)}
+        return {**asdict(self), "model": asdict(replace(self.model, layers=1)), "axes": self.shape, **around, "single": single}
+
+
+def with_options(config: Config, options: Iterable[tuple[str, Any]]) -> Config:
+    """A configuration with other values of keys, each of a table."""
+    for key, value in options:
+        table, _, name = key.partition(".")
+        config = replace(config, **{table: replace(getattr(config, table), **{name: value})})
+    return config
 
 
 class LinearSize(NamedTuple):
@@ -154,8 +182,9 @@ class Cells:
     """The cells of a stage on the rank that has the largest blocks.
 
     kinds : the operations, each once. passes : of PASSES, stretches, in order. copies, optimizer : what is made before the first
-    and done behind the last micro-batch, by cell. elements : of parameters, by cell; "tied" counts those of ENTER that LEAVE uses
-    too. kept : bytes that stay from step to step.
+    and done behind the last micro-batch, by cell. elements, tensors : of parameters and how many these are, by cell; "tied"
+    counts those of ENTER that LEAVE uses too, "experts" those of BLOCK that ranks along ep hold no copies of. kept : bytes that
+    stay from step to step.
     """
 
     kinds: tuple[OpLine, ...]
@@ -163,6 +192,7 @@ class Cells:
     copies: tuple[PassOps, ...]
     optimizer: tuple[PassOps, ...]
     elements: Mapping[str, int]
+    tensors: Mapping[str, int]
     kept: LinearSize
 
     @cached_property
@@ -216,6 +246,7 @@ class TracedCells(NamedTuple):
 
     passes: tuple[tuple[tuple[str, int, int, tuple[Op, ...]], ...], ...]
     elements: dict[str, int]
+    tensors: dict[str, int]
     kept: int
 
 
@@ -266,12 +297,13 @@ def _traced(setting: Any, config: Config, split: bool) -> TracedCells:
         tuple((_NAMES.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net)
         for parts in (*passes, step.copies, step.optimizer)
     )
-    elements = {ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0}
+    elements, tensors = ({ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0, "experts": 0} for _ in range(2))
     for state in rank.states:
-        elements[_cell_of(state.name)] += state.shardings.numel
-        if state.name == "embedding.weight" and config.model.tied:
-            elements["tied"] = state.shardings.numel
-    return TracedCells(found, elements, rank.kept)
+        tied, expert = state.name == "embedding.weight" and config.model.tied, ".experts." in state.name
+        for cell in (_cell_of(state.name), *["tied"] * tied, *["experts"] * expert):
+            elements[cell] += state.shardings.numel
+            tensors[cell] += state.shardings.numel > 0
+    return TracedCells(found, elements, tensors, rank.kept)
 
 
 def _cell_of(name: str) -> str:
@@ -291,6 +323,7 @@ def _line(low: int, high: int, at: tuple[int, int]) -> LinearSize:
 def _between(near: TracedCells, far: TracedCells, at: tuple[int, int]) -> Cells | None:
     """Cells whose sizes are lines through two samples; None where these are not of the same operations."""
     numbers: dict[OpLine, int] = {}
+    known: dict[object, OpLine | None] = {}  # of two operations but for their layer and id
     passes = []
     for ours, others in zip(near.passes, far.passes, strict=True):
         if [(piece[0], len(piece[3])) for piece in ours] != [(piece[0], len(piece[3])) for piece in others]:
@@ -299,26 +332,33 @@ def _between(near: TracedCells, far: TracedCells, at: tuple[int, int]) -> Cells 
         for (cell, net, top, ops), (_, other_net, other_top, other_ops) in zip(ours, others, strict=True):
             found = []
             for one, other in zip(ops, other_ops, strict=True):
-                kind = _kind(one, other, at)
-                if kind is None:
+                key = one[:_LAYER] + one[_LAYER + 1 : -1], other[:_LAYER] + other[_LAYER + 1 : -1]
+                if key not in known:
+                    known[key] = _kind(one, other, at)
+                kind = known[key]
+                if kind is None or (one.layer, one.id) != (other.layer, other.id):
                     return None
                 found.append((numbers.setdefault(kind, len(numbers)), one.id))
             pieces.append(PassOps(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
         passes.append(tuple(pieces))
     *of_micro_batches, copies, optimizer = passes
-    kept = _line(near.kept, far.kept, at)
-    return Cells(tuple(numbers), dict(zip(PASSES, of_micro_batches, strict=True)), copies, optimizer, near.elements, kept)
+    kept, in_order = _line(near.kept, far.kept, at), dict(zip(PASSES, of_micro_batches, strict=True))
+    return Cells(tuple(numbers), in_order, copies, optimizer, near.elements, near.tensors, kept)
 
 
 def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
-    """The kind of an operation of two samples; None where they are not one operation, or what it moves grows unevenly."""
+    """The kind of an operation of two samples; None where they are not one operation, or what it moves grows unevenly.
+
+    Its layer and id count for nothing.
+    """
+    other = other._replace(layer=one.layer, id=one.id)
     if one._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
         return None
     lines = {name: _line(getattr(one, name), getattr(other, name), at) for name in SIZES}
     base: dict[str, Any] = {name: line.base for name, line in lines.items()}
     slopes = tuple((Op._fields.index(name), line.slope) for name, line in lines.items() if line.slope)
     kind = OpLine(one._replace(**base, layer="", id=-1), slopes)
-    if one.kind != "elements" and kind.at(at[1])._replace(layer=other.layer, id=other.id) != other:
+    if one.kind != "elements" and kind.at(at[1])._replace(layer=one.layer, id=one.id) != other:
         return None  # a kernel's sums in lanes make steps; sizes of products and communications make none
     return kind
 
@@ -326,3 +366,4 @@ def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
 _NAMES = {"0": BLOCK}
 """The only block of a model that is traced."""
 _NO_SIZES: dict[str, Any] = dict.fromkeys(SIZES, 0)
+_LAYER = Op._fields.index("layer")

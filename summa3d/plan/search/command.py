@@ -14,6 +14,7 @@ import numpy as np
 from ...cluster import write as write_cluster
 from ...errors import ConfigError, DataError
 from ...interpreter import spawns_safely
+from ...jobs.script import site_of
 from ...node_support import affinity
 from ...train.config import Config
 from ...train.progress import Pulse
@@ -23,11 +24,17 @@ from .export import export
 from .find import Plans, find_plans
 from .memory import memory
 from .plans import Plan, Space, columns, refused
+from .request import device_of, request
 from .search import PlanSearch, Priced, Tell
 
 GIB = 2**30
 Measure = Callable[[Sequence[Config], int], Sequence[Sequence[float]]]
 """Configurations, and the bytes of their fullest rank → the seconds of each measured step of each."""
+
+
+def check_write(args: argparse.Namespace) -> None:
+    """Raise ConfigError, before the search, where no job can be written for the cluster."""
+    site_of(args.cluster.name, device_of(request(args.model, args.batch, args.cluster), args.cluster))
 
 
 def run(args: argparse.Namespace, measure: Measure | None = None) -> int:
@@ -123,7 +130,7 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
             rows.plan(int(row), saving) for saving, there in rows.savings.items() for row in np.flatnonzero(there & wide)
         ):
             if not refused(space, plan):
-                narrow.setdefault((plan.inner.ranks * plan.pp, plan.pp), []).append(plan)
+                narrow.setdefault((plan.stage_ranks // plan.dp * plan.pp, plan.pp), []).append(plan)
     for key in sorted(narrow):
         priced = []
         for plan in narrow[key]:

@@ -19,8 +19,7 @@ from .plans import Plan
 def configured(plan: Plan, base: Config) -> Config:
     """The configuration `base` on the plan's grid: what `summa3d train` would run."""
     table = to_table(base)
-    grid = {name: value for name, value in table["grid"].items() if name in ("cp", "ep")}
-    table |= {"grid": grid, "chosen": "", "model": toml.dump(plan.inner.model), "device": plan.inner.device}
+    table |= {"grid": {}, "chosen": "", "model": toml.dump(plan.inner.model), "device": plan.inner.device}
     table["pipeline"].pop("layers", None)
     for key, value in plan.keys().items():
         toml.assign(table, key, value)
@@ -62,7 +61,7 @@ def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Clus
 
 
 def _job(folder: Path, plan: Plan, seconds: float, config: Config, cluster: Cluster) -> str:
-    ranks = plan.inner.ranks * plan.dp * plan.pp
+    ranks = plan.stage_ranks * plan.pp
     node = min(cluster.node or ranks, ranks)
     minutes = -(-int(STARTUP + SPARE * seconds * config.train.steps) // 60)
     limit = f"{minutes // 60:02}:{minutes % 60:02}:00"

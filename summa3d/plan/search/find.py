@@ -11,6 +11,7 @@ from typing import Any
 
 from ...cluster import Cluster, load
 from ...columns import counted
+from ...comm.topology import several
 from ...errors import ConfigError
 from ...nn.config import ModelConfig
 from ...table import Column, Table
@@ -66,8 +67,7 @@ class Plans:
     @property
     def grid(self) -> dict[str, int]:
         """The axes of the fastest plan's grid with more than one rank."""
-        sizes = {**self.best.inner.shape, "dp": self.best.dp, "pp": self.best.pp}
-        return {axis: size for axis, size in sizes.items() if size > 1}
+        return several(self.best.shape)
 
     def config(self, place: int = 0) -> Config:
         """The configuration of a plan, the fastest by default: what `summa3d train` would run, and `dry_run` takes."""

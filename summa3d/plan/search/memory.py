@@ -17,7 +17,7 @@ from ..cells import BLOCK
 from .cells import PASSES, Cells, PassOps, StageGrid
 from .plans import Plan
 from .stages import fullest, most_in_flight, states
-from .timing import elements_of
+from .timing import number_of
 
 if TYPE_CHECKING:
     from ..muon import MuonStep
@@ -30,19 +30,23 @@ FRAGMENTED = 0.04
 
 
 class Memory(NamedTuple):
-    """Bytes of the fullest rank, term by term; `stage` is its rank of the pipeline."""
+    """Bytes of the fullest rank, term by term; `stage` is its rank of the pipeline.
+
+    buckets : of gradients that ZeRO 2 sums while a micro-batch makes them, which no other stage of ZeRO holds
+    """
 
     parameters: int
     gradients: int
     optimizer: int
     activations: int
     workspace: int
+    buckets: int
     stage: int
 
     @property
     def total(self) -> int:
         """All terms together."""
-        return sum(self[:5])
+        return sum(self[:-1])
 
 
 def reserve(memory: float) -> float:
@@ -96,11 +100,13 @@ def memory(plan: Plan, cells: Cells, units: int, muon: MuonStep | None = None) -
 
 
 def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | None = None) -> Memory:
-    held, each = elements_of(plan, cells, rank), kept_per_element(plan.inner.dtype, plan.zero, plan.dp)
-    parameters, gradients, optimizer = (round(held * one) for one in each)
+    held, experts = number_of(plan, cells.elements, rank), plan.layers_of(rank) * cells.elements["experts"]
+    each, of_experts = (kept_per_element(plan.inner.dtype, plan.zero, many) for many in (plan.copies, plan.expert_copies))
+    each_kind = zip(each, of_experts, strict=True)
+    parameters, gradients, optimizer = (round((held - experts) * one + experts * other) for one, other in each_kind)
     if muon is not None:  # whose moment of a matrix is one word
         matrices = plan.layers_of(rank) * plan.inner.block_elements // plan.inner.ranks
-        optimizer -= round(matrices * kept_per_element(plan.inner.dtype, plan.zero, plan.dp, 1)[2])
+        optimizer -= round(matrices * kept_per_element(plan.inner.dtype, plan.zero, plan.copies, 1)[2])
     stages = plan.stages[rank]
     extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}
     nets, tops = ([[one[of] for one in extents[way]] for way in PASSES] for of in (0, 1))
@@ -111,9 +117,9 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | N
         activations = many * saved
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
     top = top if muon is None else max(top, muon.top)
-    kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks) * (plan.pp > 1)
-    kept += int(summed(plan.inner, held, plan.inner.ranks, plan.micro_batches)) if plan.zero == 2 and plan.dp > 1 else 0
-    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, rank)
+    kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks * plan.inner.copies) * (plan.pp > 1)
+    buckets = int(summed(plan.inner, held, plan.inner.ranks, plan.micro_batches)) if plan.zero == 2 and plan.copies > 1 else 0
+    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, buckets, rank)
 
 
 def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple[int, int]:
@@ -146,7 +152,10 @@ def summed(inner: StageGrid, held: Any, ranks: Any, micro_batches: Any) -> Any:
     While one is packed, one less is in flight. A bucket of all weights is started once in a micro-batch.
     """
     model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
-    largest = max(rows * columns for rows, columns in (*model.matrices, (model.vocabulary, model.hidden))) // ranks
+    matrices = model.matrices
+    if model.num_experts:
+        matrices = *matrices[:2], (2 * model.hidden, max(model.expert_width, model.shared_width))
+    largest = max(rows * columns for rows, columns in (*matrices, (model.vocabulary, model.hidden))) // ranks
     bucket = np.maximum(ReplicasConfig.bucket, largest * size)
     in_flight = np.where(held * size > bucket, BUCKETS_IN_FLIGHT, np.minimum(BUCKETS_IN_FLIGHT, micro_batches - 1))
     return (1 + in_flight) * np.minimum(held * size, bucket)

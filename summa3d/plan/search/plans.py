@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...comm.topology import DEFAULT_ORDER as ORDER
 from ...comm.topology import Topology, divisors
 from ...errors import ConfigError
 from ...nn.config import LARGEST_SIZE, ModelConfig
 from ...nn.schemes.products import A, B, alone, family_of
 from ...nn.schemes.registry import SCHEME_SPECS, SERIAL
 from ...nn.schemes.validate import needs
+from ...parallel.outer import SEARCHED, OuterAxis
 from ...parallel.schedule import held_stages, is_split, rule_of
 from .cells import StageGrid
 from .stages import balanced, heaviest, homes_of
 
-ORDER = ("z", "y", "x", "d", "dp", "pp")
-"""Ranks in their default order, fastest first: the grid of a stage, then replicas, then stages."""
 SCHEMES = tuple(name for name, spec in SCHEME_SPECS.items() if not spec.limits and name != SERIAL)
 FAMILIES = ("1-D", "FSDP", "2-D", "2.5-D", "cuboid")
 UNITS = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -40,17 +40,18 @@ MemoryOption = tuple[int, int]
 
 @dataclass(frozen=True)
 class Era:
-    """What the programs of a time could do: their schemes, (recompute, regather), stages of ZeRO, and schedules."""
+    """What the programs of a time could do: their schemes, (recompute, regather), stages of ZeRO, schedules, further axes."""
 
     schemes: tuple[str, ...] = SCHEMES
     variants: tuple[tuple[str, bool], ...] = VARIANTS
     zero: tuple[int, ...] = (1, 2, 3)
     schedules: tuple[str, ...] = SCHEDULES
+    outer: tuple[OuterAxis, ...] = SEARCHED
 
 
 COPYING = tuple(name for name in SCHEMES if not SCHEME_SPECS[name].residual.axes)
 """The schemes all of whose ranks hold the whole stream, and all-reduce it."""
-ERAS = {"2021": Era(COPYING, (("full", False),), (0,), ("1f1b", "interleaved")), "now": Era()}
+ERAS = {"2021": Era(COPYING, (("full", False),), (0,), ("1f1b", "interleaved"), ()), "now": Era()}
 """2021: Megatron-LM's all-reduces, every layer recomputed, no ZeRO, no zero-bubble schedules."""
 
 
@@ -73,6 +74,12 @@ class Space:
     least: Mapping[str, int] | None = None
     most: Mapping[str, int] | None = None
     fixed: Mapping[str, Any] | None = None
+
+    @property
+    def outer(self) -> list[OuterAxis]:
+        """The era's further axes that a model of such sequences is searched with, and those that are asked for."""
+        asked = {*(self.least or ()), *(self.most or ()), *(self.fixed or ())}
+        return [axis for axis in self.era.outer if axis.is_searched(self.model, asked)]
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,26 @@ class Plan:
         """Sequences of a micro-batch of one replica."""
         return self.units * self.inner.unit
 
+    @property
+    def copies(self) -> int:
+        """Ranks that hold copies of a dense weight: replicas, along all their axes."""
+        return self.dp * self.inner.copies
+
+    @property
+    def expert_copies(self) -> int:
+        """Ranks that hold copies of an expert's weight."""
+        return self.copies // (dict(self.inner.outer).get("ep", 1) if self.inner.model.num_experts else 1)
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of a stage of the pipeline."""
+        return self.inner.ranks * self.copies
+
+    @property
+    def shape(self) -> dict[str, int]:
+        """Axis → size of the whole grid."""
+        return {**self.inner.shape, **dict(self.inner.outer), "dp": self.dp, "pp": self.pp}
+
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Layers of each stage."""
@@ -127,28 +154,31 @@ class Plan:
 
     def topology(self) -> Topology:
         """The placement of all ranks."""
-        shape = {**self.inner.shape, "dp": self.dp, "pp": self.pp}
-        return Topology.checked(shape, [name for name in ORDER if name in shape], dict(self.tile))
+        return Topology.checked(self.shape, [name for name in ORDER if name in self.shape], dict(self.tile))
 
     def keys(self) -> dict[str, Any]:
         """The keys of a training configuration that the plan decides, dotted."""
-        inner, grid = self.inner, {f"grid.{axis}": size for axis, size in self.inner.shape.items()}
-        found = {"scheme": inner.scheme, **grid, "grid.dp": self.dp, "grid.pp": self.pp, "grid.order": ",".join(ORDER)}
+        inner, grid = self.inner, {f"grid.{axis}": size for axis, size in self.shape.items()}
+        found = {"scheme": inner.scheme, **grid, **dict(inner.options), "grid.order": ",".join(ORDER)}
         if self.tile:
             found["grid.tile"] = dict(self.tile)
         found |= {"pipeline.schedule": self.schedule, "pipeline.chunks": self.chunks, "train.accumulate": self.micro_batches}
         found |= {"recompute": inner.recompute, "regather": inner.regather, "replicas.zero": self.zero}
+        found |= {"overlap.pieces": inner.pieces} if inner.pieces > 1 else {}
         return found | {"train.batch": self.rows * self.dp * self.micro_batches, "dtype": inner.dtype}
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{size}" for axis, size in self.inner.shape.items() if size > 1)
+        around = "".join(f" · {axis} {size}" for axis, size in self.inner.outer)
+        around += "".join(f" · {key.rpartition('.')[2]} {_as_given(value)}" for key, value in self.inner.options)
         pipe = "" if self.pp == 1 else f" · pp {self.pp}" + (f"×{self.chunks}" if self.chunks > 1 else "")
         pipe += f" {self.schedule}" if self.inner.split else ""
         replicas = "" if self.dp == 1 else f" · dp {self.dp}"
-        zero = f" · zero {self.zero}" if self.dp > 1 and self.zero != 1 else ""
+        zero = f" · zero {self.zero}" if self.copies > 1 and self.zero != 1 else ""
         kept = {"none": "regather" if self.inner.regather else "keep"}.get(self.inner.recompute, self.inner.recompute)
+        pieces = f" · {self.inner.pieces} pieces" if self.inner.pieces > 1 else ""
         tile = " · tile " + " ".join(f"{axis}{size}" for axis, size in self.tile if size > 1) if self.tile else ""
-        return f"{self.inner.scheme} {axes or 'y1'}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}"
+        return f"{self.inner.scheme} {axes or 'y1'}{around}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}{pieces}"
 
 
 class OuterGrid(NamedTuple):
@@ -169,8 +199,9 @@ class OuterGrid(NamedTuple):
 class PlanTable:
     """Plans of one scheme, and one kind of backward, as columns of numbers; none saves memory, and what does is beside each.
 
-    inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, rows,
-    ranks : as of `Plan` and `StageGrid`. schedule : a place in SCHEDULES.
+    inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, copies :
+    as of `Plan`. ranks : of a scheme's grid. share : rows of a micro-batch whose work such a grid has. total : ranks of a plan.
+    schedule : a place in SCHEDULES.
     """
 
     def __init__(self, era: Era, inners: Sequence[StageGrid], around: Sequence[OuterGrid]) -> None:
@@ -179,7 +210,9 @@ class PlanTable:
         self.inner, *self.around = table
         self.dp, self.pp, self.schedule, self.chunks, self.units, self.micro_batches = self.around
         self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in inners[0].shape}
-        self.ranks, self.rows = self._of([one.ranks for one in inners]), self.units * self._of([one.unit for one in inners])
+        self.ranks, around = self._of([one.ranks for one in inners]), self._of([one.copies for one in inners])
+        self.copies, self.share = self.dp * around, self.units * self._of([one.unit for one in inners]) / around
+        self.total = int(self.ranks[0] * self.copies[0] * self.pp[0])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
 
     def _of(self, values: Iterable[int]) -> Any:
@@ -201,7 +234,7 @@ class PlanTable:
             if recompute == "selective" and not one.model.attention_dropout:
                 continue  # fused attention keeps no scores
             for stage in range(len(self.era.zero)):
-                found[place, stage] = (gathers if regather else True) & ((self.dp > 1) | (stage == 0))
+                found[place, stage] = (gathers if regather else True) & ((self.copies > 1) | (stage == 0))
         return found
 
     @cached_property
@@ -232,7 +265,7 @@ class PlanTable:
     def inner_of(self, saving: MemoryOption, row: int) -> StageGrid:
         """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
         recompute, regather = self.era.variants[saving[0]]
-        replicas = int(self.dp[row]) if self.era.zero[saving[1]] == 3 else 1
+        replicas = int(self.copies[row]) if self.era.zero[saving[1]] == 3 else 1
         return _kept(self.inners[self.inner[row]], recompute, regather, replicas)
 
     def plan(self, row: int, saving: MemoryOption = (0, 0)) -> Plan:
@@ -260,7 +293,9 @@ def less(saving: MemoryOption) -> tuple[MemoryOption, ...]:
 
 
 SHORT = {"b": "micro_batch", "t": "y", "accumulate": "train.accumulate", "order": "grid.order", "tile": "grid.tile"}
-SHORT |= {name: f"grid.{name}" for name in ("x", "y", "z", "d", "dp", "pp")}
+SHORT |= {name: f"grid.{name}" for name in ORDER}
+OPTIONS = {key: values for axis in SEARCHED for key, values in axis.choices.items()}
+"""Key of a further axis → its values."""
 SHORT |= {"chunks": "pipeline.chunks", "schedule": "pipeline.schedule", "zero": "replicas.zero"}
 
 
@@ -273,7 +308,7 @@ def value_of(plan: Plan, key: str) -> Any:
 
 def keys_known() -> list[str]:
     """The keys that --fix and --limit take."""
-    return sorted({*SHORT, *SHORT.values(), "scheme", "recompute", "regather", "family"} - {"t"})
+    return sorted({*SHORT, *SHORT.values(), *OPTIONS, "scheme", "recompute", "regather", "family"} - {"t"})
 
 
 def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]:
@@ -284,8 +319,8 @@ def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]
     recompute, regather = space.era.variants[0]
     found: dict[tuple[str, bool], tuple[list[StageGrid], list[OuterGrid]]] = {}
     kinds = [*dict.fromkeys(is_split(name, 2) for name in space.era.schedules)]
-    for scheme, shape, unit in inners(space, rejected):
-        ranks, family = prod(shape.values()), family_of(scheme, shape)
+    for scheme, shape, unit, (outer, options) in inners(space, rejected):
+        ranks, family = prod(shape.values()) * prod(size for _, size in outer), family_of(scheme, shape)
         of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
         several = {split: found.setdefault((scheme, split), ([], [])) for split in kinds}
         for pp in divisors(space.ranks // ranks):
@@ -295,12 +330,16 @@ def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]
             for one in _around(len(several[kinds[0]][0]), unit, family, space, pp, space.ranks // ranks // pp, rejected):
                 several[is_split(SCHEDULES[one.schedule], pp)][1].append(one)
         for split, (every, _) in several.items():
-            every.append(StageGrid(*of, shared=space.shared, split=split))
+            every.append(StageGrid(*of, shared=space.shared, split=split, outer=outer, options=options))
     return [PlanTable(space.era, every, around) for every, around in found.values() if around]
 
 
-def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[str, dict[str, int], int]]:
-    """(scheme, grid of a stage, unit of the micro-batch) of every grid that divides heads, hidden and sequence."""
+Around = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, Any], ...]]
+"""Sizes of further axes that have several ranks, and their options."""
+
+
+def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[str, dict[str, int], int, Around]]:
+    """(scheme, grid of a stage, unit of the micro-batch, further axes) of all that divide a block."""
     for scheme in space.era.schemes:
         spec = SCHEME_SPECS[scheme]
         for ranks in divisors(space.ranks):
@@ -311,8 +350,30 @@ def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[s
                 unit, reason = _unit(scheme, space.model, shape)
                 if reason:
                     rejected[family_of(scheme, shape), reason] += 1
-                else:
-                    yield scheme, shape, unit
+                    continue
+                rows = {one.name for one in space.outer if one.splits_rows}
+                for around, why in _outer(space, shape, space.ranks // ranks):
+                    if why:
+                        rejected[family_of(scheme, shape), why] += 1
+                    else:
+                        yield scheme, shape, unit * prod(size for axis, size in around[0] if axis in rows), around
+
+
+def _outer(space: Space, shape: Mapping[str, int], ranks: int) -> Iterator[tuple[Around, str]]:
+    """The further axes of the era around a grid, of so many ranks at most, and why they cannot be so; empty where they can."""
+    every: list[list[Any]] = []
+    for axis in space.outer:
+        tried = [*product(*axis.choices.values())]
+        every.append([(), *((axis, size, values) for size in divisors(ranks)[1:] for values in tried)])
+    for around in product(*every):
+        several = [one for one in around if one]
+        if ranks % prod(size for _, size, _ in several):
+            continue
+        outer = tuple((axis.name, size) for axis, size, _ in several)
+        given = [(axis, dict(zip(axis.choices, values, strict=True))) for axis, _, values in several]
+        reasons = (axis.misfit(space.model, {**shape, **dict(outer)}, values) for axis, values in given)
+        options = tuple(pair for _, values in given for pair in values.items())
+        yield (outer, options), next((why for why in reasons if why), "")
 
 
 def _unit(scheme: str, model: ModelConfig, shape: Mapping[str, int]) -> tuple[int, str]:

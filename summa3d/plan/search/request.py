@@ -14,7 +14,7 @@ from ...files import toml_value, whole
 from ...nn.config import COMMON, ModelConfig, named_models
 from ...train.config import SPECIAL_TOKENS, Config, GridConfig, from_table, load, numbers_of, read_table, shipped, to_table
 from ...train.toml import build, dump, override
-from .plans import ERAS, FAMILIES, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
+from .plans import ERAS, FAMILIES, OPTIONS, ORDER, SCHEDULES, SCHEMES, SHORT, Space, keys_known, positive
 
 SIZES = {"": 1.0, "B": 1.0, "KIB": 2.0**10, "MIB": 2.0**20, "GIB": 2.0**30, "TIB": 2.0**40}
 SIZES |= {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
@@ -22,9 +22,10 @@ HALF = ("bfloat16", "float16")
 OPTIMIZER = ("train.optimizer=", "train.muon.")
 """How keys of a configuration begin that a plan does not decide, beside the model's."""
 WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "selective", "full"), "grid.order": (",".join(ORDER),)}
-WORDS |= {"pipeline.schedule": SCHEDULES}
+WORDS |= {"pipeline.schedule": SCHEDULES, **{key: values for key, values in OPTIONS.items() if isinstance(values[0], str)}}
 """Key → the words that it takes, of those that take one of a few."""
 TAKES = {"regather": (bool, "true or false", "regather=true"), "grid.tile": (dict, "a table of axes", "'tile={y=2, z=4}'")}
+TAKES |= {key: (bool, "true or false", f"{key}=true") for key, values in OPTIONS.items() if isinstance(values[0], bool)}
 """Key → the type of its value, that in words, and an example, of the others that take no number."""
 NUMBER = (int, "a whole number", "pp=8")
 
@@ -44,7 +45,8 @@ def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cl
 
     A configuration keeps its dtype; other models have the first of HALF that the cluster has a rate of, else float32.
 
-    Raises ConfigError for an unknown name, naming the nearest, for unknown keys, and for sizes that no model has.
+    Raises ConfigError for an unknown name, naming the nearest, for unknown keys, for sizes that no model has, and for mixtures
+    whose layers differ or whose optimizer is Muon.
     """
     positive("batch", batch)
     if isinstance(asked, ModelConfig):
@@ -73,12 +75,24 @@ def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cl
 def _request(name: str, table: dict[str, Any], batch: int) -> Request:
     """The request of a configuration's table, less what a plan decides."""
     model = build(ModelConfig, table.get("model", {}), "model.")
+    _check_mixture(model, table.get("train", {}).get("optimizer"))
     if not table.get("data"):
         table["data"] = {"tokenizer": numbers_of(model)}
     train = {**table.get("train", {}), "batch": batch, "accumulate": 1}
     for key in ("grid", "pipeline", "scheme", "chosen", "recompute", "recompute_layers", "regather"):
         table.pop(key, None)
     return Request(name, from_table({**table, "train": train}))
+
+
+def _check_mixture(model: ModelConfig, optimizer: str | None) -> None:
+    """Raise ConfigError for mixtures whose steps are not predicted."""
+    if not model.num_experts:
+        return
+    says = "No plan is searched; `summa3d train … --dry-run` says what a grid moves and holds."
+    if model.dense_layers:
+        raise ConfigError(f"model.moe.dense is {model.moe.dense!r}, and the layers of a plan are all alike. {says}")
+    if optimizer == "muon":
+        raise ConfigError(f"train.optimizer is 'muon', whose step is not predicted for experts ({model.family}). {says}")
 
 
 def space_of(
@@ -98,7 +112,7 @@ def space_of(
         ranks,
         batch,
         dtype,
-        asked.config.device or ("cpu" if cluster["host.slots"] else "cuda"),
+        device_of(asked, cluster),
         nodes,
         cluster.ranks_per_node(ranks),
         ERAS[era],
@@ -106,6 +120,11 @@ def space_of(
         most,
         fixed,
     )
+
+
+def device_of(asked: Request, cluster: Cluster) -> str:
+    """The device of the ranks: the configuration's, else what the cluster has."""
+    return asked.config.device or ("cpu" if cluster["host.slots"] else "cuda")
 
 
 def _known(option: str, key: str) -> str:

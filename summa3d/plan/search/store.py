@@ -8,13 +8,15 @@ import json
 import os
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from functools import cache
 from importlib import metadata
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from ...files import read_json
 from ...interpreter import safe_spawning
 from .cells import PASSES, Cells, LinearSize, OpLine, PassOps, StageGrid, traced
 
-FORMAT = 3
+FORMAT = 4
 PACKAGES = ("autograd", "comm", "dry", "gemm", "layout", "nn", "parallel", "train")
 """The packages whose code a trace depends on, beside the kernels and the search's own cells."""
 
@@ -83,6 +85,9 @@ class Store:
         Raises LayoutError, GridError and ConfigError where a run of these sizes would.
         """
         found = self._of(inner, False)
+        if found is None and units % 2 == 0:  # half of a unit's causal heads may be no integer, that of two is one
+            inner, units = replace(inner, unit=2 * inner.unit), units // 2
+            found = self._of(inner, False)
         return self._at(inner, units) if found is None else (found, units)
 
     def _at(self, inner: StageGrid, units: int) -> tuple[Cells, int]:
@@ -102,7 +107,7 @@ class Store:
             return
         with safe_spawning():
             if self._pool is None:
-                self._pool = ProcessPoolExecutor(self._processes, get_context("spawn"), _leave_interrupts)
+                self._pool = ProcessPoolExecutor(self._processes, get_context("spawn"), follow_parent)
             self._begun[inner] = self._pool.submit(kept, inner, False)
 
     def close(self) -> None:
@@ -139,9 +144,17 @@ class Store:
         return found
 
 
-def _leave_interrupts() -> None:
-    """Leave Ctrl-C to the process that is asked for the cells."""
+def follow_parent() -> None:
+    """Leave Ctrl-C to the process that is asked for the cells, and end with it however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    wait([sentinel])
+    os._exit(1)
 
 
 def kept(inner: StageGrid, single: bool) -> tuple[Cells | None, list[str]]:
@@ -182,7 +195,8 @@ def _to_json(cells: Cells) -> dict[str, Any]:
     kinds = [[*kind.op, *_flat(kind.slopes)] for kind in cells.kinds]
     every = {**cells.passes, "copies": cells.copies, "optimizer": cells.optimizer}
     pieces = {name: [[one.cell, *one.net, *one.top, [*_flat(one.ops)]] for one in of] for name, of in every.items()}
-    return {"kinds": kinds, "pieces": pieces, "elements": dict(cells.elements), "kept": list(cells.kept)}
+    parameters = {"elements": dict(cells.elements), "tensors": dict(cells.tensors)}
+    return {"kinds": kinds, "pieces": pieces, **parameters, "kept": list(cells.kept)}
 
 
 def _from_json(table: dict[str, Any]) -> Cells:
@@ -197,7 +211,8 @@ def _from_json(table: dict[str, Any]) -> Cells:
         for name, of in table["pieces"].items()
     }
     passes = {way: pieces[way] for way in PASSES}
-    return Cells(kinds, passes, pieces["copies"], pieces["optimizer"], table["elements"], LinearSize(*table["kept"]))
+    parameters = table["elements"], table["tensors"]
+    return Cells(kinds, passes, pieces["copies"], pieces["optimizer"], *parameters, LinearSize(*table["kept"]))
 
 
 def _flat(pairs: tuple[tuple[int, int], ...]) -> Iterator[int]:

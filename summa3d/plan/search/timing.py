@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...cluster import Cluster
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
+from ...dtypes import dtype_of
 from ...train.config import TrainConfig, master_dtype
 from ..cells import BLOCK, Cell
 from ..links import loads
-from ..muon import MuonStep, muon_step
 from ..predict import Durations, PredictedStep
 from ..price import Prices, move
 from ..replay import ReplayTimes, replay
@@ -23,8 +23,13 @@ from .plans import ORDER, Plan
 from .stages import fullest
 from .store import Store
 
+if TYPE_CHECKING:
+    from ..muon import MuonStep
+
 CELLS = (ENTER, BLOCK, LEAVE)
 ADAMW = TrainConfig()
+CALLS_OF_UPDATE, CALLS_OF_NORM = 5, 2
+"""Torch's calls of a parameter, behind the last backward, and of a stretch of its gradient."""
 CellKey = tuple[StageGrid, int, tuple[tuple[str, int], ...], int]
 """What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
 
@@ -143,8 +148,9 @@ class Times:
         """Seconds of a message between stages."""
         if plan.pp == 1:
             return 0.0
-        outer = self.outer("pp", plan.inner.ranks * plan.dp, plan.pp)
+        outer = self.outer("pp", plan.stage_ranks, plan.pp)
         whole = plan.rows * plan.inner.model.sequence * plan.inner.model.hidden
+        whole //= plan.inner.copies
         words, dtype = -(-whole // plan.inner.ranks), plan.inner.dtype
         seconds = outer.seconds(move("send", "pp", words, dtype))
         copies = [axis for axis, size in plan.inner.shape.items() if size > 1 and axis not in plan.inner.split_stream]
@@ -155,57 +161,91 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds behind the last backward, of the rank that holds most parameters."""
         cells, _ = self.store.cells(plan.inner, plan.units)
-        held, rank = max((elements_of(plan, cells, rank), rank) for rank in fullest(plan.stages, plan.layers))
+        held, rank = max((number_of(plan, cells.elements, rank), rank) for rank in fullest(plan.stages, plan.layers))
         muon = self.muon(plan)
         taken = held if muon is None else held - plan.layers_of(rank) * cells.elements[BLOCK]  # by AdamW
-        updated = taken if plan.zero in (0, 3) else -(-taken // plan.dp)  # the cells of zero 3 update a shard already
-        optimizer = self._optimizer(plan, cells, updated)
-        return After(self._replicas(plan, held), optimizer + (0.0 if muon is None else self._of_blocks(plan, muon)))
+        updated = taken
+        if plan.zero in (1, 2):  # the cells of zero 3 update a shard already
+            updated = sum(-(-own // copies) for own, _, copies in _by_copies(plan, cells, taken, 0))
+        optimizer = self._optimizer(plan, updated, number_of(plan, cells.tensors, rank))
+        return After(self._replicas(plan, rank), optimizer + (0.0 if muon is None else self._of_blocks(plan, muon)))
 
     def muon(self, plan: Plan) -> MuonStep | None:
         """Muon's step of the blocks of the plan's fullest stage; None where the optimizer is AdamW."""
         if self.train.optimizer == "adamw":
             return None
+        from ..muon import muon_step  # torch is imported where something is traced
+
         inner, layers = plan.inner, max(plan.layers_of(rank) for rank in range(plan.pp))
-        key = inner.scheme, inner.axes, inner.dtype, layers, plan.dp, plan.zero
+        key = inner.scheme, inner.axes, inner.outer, inner.dtype, layers, plan.dp, plan.zero
         if key not in self._muon:
             self._muon[key] = muon_step(inner, layers, plan.dp, plan.zero, self.train)
         return self._muon[key]
 
     def _of_blocks(self, plan: Plan, muon: MuonStep) -> float:
-        """Seconds of Muon's step, whose communications are over all ranks of a stage."""
-        key = "stage", plan.inner.axes, plan.dp, plan.pp, plan.tile
-        if key not in self._prices:
-            self._prices[key] = Prices(self.cluster, plan.topology())
-        return sum(self._prices[key].seconds(op) for op in muon.ops if op.kind != "wait")
+        """Seconds of Muon's step, whose communications are over all ranks of a stage, or along axes of groups of neighbours."""
+        from ...nn.muon.groups import group_axes
 
-    def _replicas(self, plan: Plan, held: int) -> float:
-        """Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers.
+        seconds, topology = 0.0, plan.topology()
+        for op in muon.ops:
+            axes = {} if op.kind == "wait" else group_axes(op.axis)
+            key = "stage", plan.inner.axes, plan.inner.outer, plan.dp, plan.pp, plan.tile, *axes.items()
+            if key not in self._prices:
+                placed = Topology.checked({**axes, "others": topology.size // prod(axes.values())}, [*axes])
+                self._prices[key] = Prices(self.cluster, placed if axes else topology)
+            seconds += 0.0 if op.kind == "wait" else self._prices[key].seconds(op)
+        return seconds
+
+    def _replicas(self, plan: Plan, rank: int) -> float:
+        """Seconds of sums and gathers over the replicas of a rank of a pipeline.
+
+        Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers.
 
         With zero 2 gradients are summed in every micro-batch; what zero 3 moves is part of the cells.
         """
-        dtype = master_dtype(plan.inner.dtype)
-        seconds = 0.0
-        if plan.dp > 1 and plan.zero < 3:
-            outer = self.outer("dp", plan.inner.ranks, plan.dp, plan.pp)
-            words = held * (plan.dp - 1) // plan.dp
+        cells, _ = self.store.cells(plan.inner, plan.units)
+        held, tensors = (number_of(plan, of, rank) for of in (cells.elements, cells.tensors))
+        dtype, seconds = master_dtype(plan.inner.dtype), 0.0
+        for own, many, copies in _by_copies(plan, cells, held, tensors):
+            if copies == 1 or plan.zero == 3:
+                continue
+            outer = self.outer("dp", plan.inner.ranks * plan.copies // copies, copies, plan.pp)
+            words = own * (copies - 1) // copies
             gathered = dtype if plan.zero == 0 else plan.inner.dtype
             sums = plan.micro_batches if plan.zero == 2 else 1
-            seconds = sums * outer.seconds(move("reduce_scatter", "dp", words, dtype))
+            seconds += sums * outer.seconds(move("reduce_scatter", "dp", words, dtype))
             seconds += outer.seconds(move("all_gather", "dp", words, gathered))
-        cells, _ = self.store.cells(plan.inner, plan.units)
+            if self.cluster["host.slots"]:
+                summed = outer.elements(*bytes_and_calls_of_a_sum(copies, own, many, dtype_of(dtype).nbytes))
+                sizes = dtype_of(gathered).nbytes, dtype_of(dtype).nbytes
+                node = plan.stage_ranks <= plan.inner.shared
+                seconds += sums * summed + outer.elements(*bytes_and_calls_of_a_gather(copies, own, many, *sizes, node))
         if plan.homes[-1] and cells.elements["tied"]:  # both ends sum the table's gradient
-            pair = self.outer("pp", plan.inner.ranks * plan.dp, plan.pp)
-            table = cells.elements["tied"] if plan.zero == 0 else -(-cells.elements["tied"] // plan.dp)
+            pair = self.outer("pp", plan.stage_ranks, plan.pp)
+            table = cells.elements["tied"] if plan.zero == 0 else -(-cells.elements["tied"] // plan.copies)
             seconds += pair.seconds(move("send", "pp", table, dtype))
         return seconds
 
-    def _optimizer(self, plan: Plan, cells: Cells, held: int) -> float:
+    def _optimizer(self, plan: Plan, held: int, tensors: int) -> float:
+        """Seconds of the update of so many elements of so many parameters: with further axes, that of as many replicas.
+
+        The norm reads every gradient, a kernel a parameter. On hosts torch's calls count, too: of a parameter to find its part's
+        gradient, weight and moments, and of each stretch of a gradient its norm.
+        """
+        if plan.inner.outer:
+            plan = replace(plan, inner=replace(plan.inner, outer=(), options=()), dp=plan.copies)
         prices = self.prices_of(plan)
         key = plan.inner, held, prices.topology.size  # of a micro-batch, nothing here depends
         if key not in self._updates:
+            cells, _ = self.store.cells(plan.inner, plan.units)
             self._updates[key] = [*self._update(cells, held, prices)]
-        return sum((prices.seconds(one) if isinstance(one, Op) else one for one in self._updates[key]), 0.0)
+        seconds = sum((prices.seconds(one) if isinstance(one, Op) else one for one in self._updates[key]), 0.0)
+        calls = float(tensors)
+        if self.cluster["host.slots"]:
+            from ...nn.gradients import STRETCH
+
+            calls = CALLS_OF_UPDATE * tensors + CALLS_OF_NORM * held / STRETCH
+        return seconds + prices.elements(dtype_of(master_dtype(plan.inner.dtype)).nbytes * held, calls)
 
     def _update(self, cells: Cells, held: int, prices: Prices) -> Iterator[float | Op]:
         """What the optimizer's operations take where a rank holds so many elements; communications, which depend on links."""
@@ -223,7 +263,7 @@ class Times:
         """What the times of a plan's cells depend on."""
         around = plan.dp * plan.pp
         if plan.zero < 3 and not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
-            around = min(around, self._repeat(plan.inner.ranks))
+            around = min(around, self._repeat(plan.inner.ranks * plan.inner.copies))
         return plan.inner, plan.units, plan.tile, around
 
     def _repeat(self, ranks: int) -> int:
@@ -234,9 +274,9 @@ class Times:
         """Prices inside the grid of a stage, with the replicas that share its units of links, or its weights (zero 3)."""
         _, _, tile, around = self.key(plan)
         inner, replicas = plan.inner, plan.dp if plan.zero == 3 else around
-        key = inner.axes, tile, around, replicas
+        key = inner.axes, inner.outer, tile, around, replicas
         if key not in self._prices:
-            shape = {**inner.shape, "dp": replicas, "pp": around // replicas}
+            shape = {**inner.shape, **dict(inner.outer), "dp": replicas, "pp": around // replicas}
             topology = Topology.checked(shape, [name for name in ORDER if name in shape], dict(tile))
             self._prices[key] = Prices(self.cluster, topology)
         return self._prices[key]
@@ -247,6 +287,34 @@ class Times:
             topology = Topology.checked({"in": inside, axis: size, "out": outside}, ["in", axis, "out"])
             self._prices[axis, inside, size, outside] = Prices(self.cluster, topology)
         return self._prices[axis, inside, size, outside]
+
+
+def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int) -> list[tuple[int, int, int]]:
+    """Elements and number of the parameters that a rank holds, with their copies: dense ones, and experts where these differ."""
+    if plan.copies == plan.expert_copies:
+        return [(held, tensors, plan.copies)]
+    layers = max(plan.layers_of(rank) for rank in range(plan.pp))
+    experts, many = (min(one, layers * of["experts"]) for one, of in ((held, cells.elements), (tensors, cells.tensors)))
+    return [(held - experts, tensors - many, plan.copies), (experts, many, plan.expert_copies)]
+
+
+def bytes_and_calls_of_a_sum(copies: int, held: int, tensors: int, size: int) -> tuple[float, int]:
+    """What a host's cores read and write for a sum of gradients over replicas, and torch's calls, of elements of `size` bytes.
+
+    Each part of a gradient is packed. A rank adds up its own part of all members, two by two, and copies it out of the bucket.
+    """
+    own = held / copies
+    return size * (2 * held + 3 * (held - own) + 2 * own), tensors * (2 * copies + 4)
+
+
+def bytes_and_calls_of_a_gather(copies: int, held: int, tensors: int, size: int, stored: int, node: bool) -> tuple[float, int]:
+    """The same of a gather of weights: a rank packs its own, in a node's memory once more, and unpacks those of all members.
+
+    stored : bytes of an element before it is rounded to `size` bytes. node : whether all ranks of the stage share one's memory
+    """
+    own, packed = held / copies, 2 if node else 1
+    rounded = own * (stored + size) * (stored != size)
+    return size * (2 * held + packed * 2 * own) + rounded, tensors * (4 * copies + 4)
 
 
 @cache
@@ -260,8 +328,8 @@ def durations(seconds: Mapping[tuple[str, str], float]) -> Durations:
     return Durations(forward, backward, 0.0, 0.0, weights)
 
 
-def elements_of(plan: Plan, cells: Cells, rank: int) -> int:
-    """Elements of the parameters that a rank of a pipeline holds."""
-    of, last = cells.elements, plan.homes[-1]
+def number_of(plan: Plan, of: Mapping[str, int], rank: int) -> int:
+    """Elements of the parameters that a rank of a pipeline holds, or how many these are, by those `of` the cells."""
+    last = plan.homes[-1]
     ends = of[ENTER] * (rank == 0) + (of[LEAVE] + of["tied"] * (last > 0)) * (rank == last)
     return plan.layers_of(rank) * of[BLOCK] + ends
