@@ -15,9 +15,14 @@ from summa3d.nn.config import FAMILIES
 from summa3d.nn.models.registry import MODELS
 
 SIZES = {"h": 32, "f": 88, "s": 24, "v": 80}
-OPTIONS = {"llama": {"kv_heads": 4}, "vit": {"image": 12, "patch": 3, "channels": 3, "classes": 10}}
+OPTIONS = {
+    "llama": {"kv_heads": 4},
+    **{name: {"kv_heads": 4, "experts": 1, "experts_per_token": 1} for name in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")},
+    "vit": {"image": 12, "patch": 3, "channels": 3, "classes": 10},
+}
 SYMBOLS = {32: "h", 88: "f", 24: "s", 80: "v", 96: "3h", 27: "c·p²", 17: "1 + n", 10: "classes", 2: "2"}
-GROUPED = {"attention.kv.weight": "2·kv·d"}
+SYMBOLS |= {1: "E", 4: "d", 16: "kv·d"}
+GROUPED = {"attention.kv.weight": "2·kv·d", "attention.kv.bias": "2·kv·d", "attention.k_norm.weight": "kv·d"}
 GRID = {"x": 2, "y": 2, "z": 2}
 SCHEMES = ("cuboid", "summa")
 HEADING = """# The models, parameter by parameter
@@ -42,6 +47,15 @@ NOTES = {
     "llama": "Rotary positions in the half-split order, RMSNorm, SwiGLU, no biases, a head of its own unless `tied_head`. "
     "q and kv, gate and up, are one product each. The axes that split columns must divide the kv heads, or be a multiple of "
     "them: then each rank holds a piece of a head, and those that share it gather it. f must be a multiple of those axes.",
+    "mixtral": "A llama whose feed-forward layers are E experts, J from 0; each token goes to the k = `experts_per_token` that "
+    "its router scores best, ties to the lower number, weighted by their scores divided by the sum of these. `balance` and "
+    "`moe.z_loss` add router losses to the loss of training. An expert's weights lie as those of a feed-forward layer.",
+    "qwen2_moe": "A mixtral with biases of q, k and v, weights that are the scores as they are, and an expert that every token "
+    "goes to by a gate of its own.",
+    "qwen3_moe": "A mixtral whose q and k are normed head by head before they are rotated, with weights that are the scores as "
+    "they are, unless `moe.renormalise`.",
+    "olmoe": "A mixtral whose q and k are normed over all heads before they are rotated, and may be clipped (`clip_qkv`), with "
+    "weights that are the scores as they are.",
     "vit": "Patches through one linear, a class token before them, norms before the branches, exact GELU, a classifier of the "
     "class token. n patches of c channels and p×p pixels; s = 1 + n.",
 }
@@ -61,8 +75,10 @@ def shape_of(name: str, shape: tuple[int, ...]) -> str:
     """[h, 3h]"""
     symbols = [SYMBOLS[size] for size in shape]
     for ending, columns in GROUPED.items():
-        if name.endswith(ending):
+        if name.endswith(ending) and symbols[-1] != "d":
             symbols[-1] = columns
+    if name.endswith("shared_gate.weight"):
+        symbols[-1] = "1"
     return f"[{', '.join(symbols)}]"
 
 
@@ -81,7 +97,7 @@ def family_page(family: str) -> Iterator[str]:
     yield f"|---|---|{'---|' * len(SCHEMES)}"
     for name, parameter in models[0].named_parameters():
         layouts = [split(model.get_parameter(name).sharding.layout) for model in models]
-        shown = name.replace("blocks.0.", "blocks.N.")
+        shown = name.replace("blocks.0.", "blocks.N.").replace("experts.0.", "experts.J.")
         yield f"| {shown} | {shape_of(name, parameter.sharding.shape)} | {' | '.join(layouts)} |"
 
 
