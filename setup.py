@@ -23,9 +23,11 @@ MPI = ["mpich>=4.2"]
 # Faster than the BLAS of numpy's wheels on Intel's processors; nothing elsewhere (summa3d/blas_library.py has the rule).
 MKL = ["mkl>=2024.0; platform_machine == 'x86_64' and sys_platform == 'linux'"]
 BF16 = ["ml_dtypes>=0.5"]  # the dtype bfloat16 for arrays of numpy and CuPy
+NOTEBOOK = ["cloudpickle>=2.2"]  # `summa3d.launch` sends functions by it
 HDF5 = ["h5py>=3.8"]  # `DistMatrix.from_hdf5`, `to_hdf5`
 # The tests compare imported and exported models with those of transformers; the library reads and writes the files without it.
-TEST = [*BF16, *FIT, *HDF5, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", "transformers>=5.0; python_version >= '3.11'"]
+TRANSFORMERS = "transformers>=5.0; python_version >= '3.11'"
+TEST = [*BF16, *FIT, *HDF5, *NOTEBOOK, "pytest>=8.2", "pytest-mpi>=0.6", "hypothesis>=6.100", TRANSFORMERS]
 DOCS = ["zensical>=0.0.73", "mkdocstrings-python>=2.0"]  # `make docs`
 COMPLETION = ["argcomplete>=3.5"]  # of the command line, in a shell
 DEV = [*TEST, *COMPLETION, "mypy>=1.10", "ruff>=0.6"]
@@ -75,6 +77,7 @@ setup(
         "plot": PLOT,
         "frame": FRAME,
         "hdf5": HDF5,
+        "notebook": NOTEBOOK,
         "plan": [*TRAIN, *PLOT],
         "completion": COMPLETION,
         "test": TEST,

@@ -127,7 +127,7 @@ def picked(case: Any, world: Any) -> list[Any]:
 
 def peers_of(case: Any, world: Any) -> list[Any]:
     """The DTensor model on the same ranks, once with its main thread bound to a core as ours is, and once free; collective."""
-    from summa3d.launch.runtime import on_all_cores
+    from summa3d.launcher.runtime import on_all_cores
 
     stack = dtensor_stack(case, gloo_mesh(world))
     return [Peer(BOUND, stack, case, world, nullcontext), Peer(FREE, stack, case, world, on_all_cores)]
@@ -140,7 +140,7 @@ def gloo_mesh(world: Any) -> Any:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from summa3d.launch.runtime import on_all_cores
+    from summa3d.launcher.runtime import on_all_cores
 
     port = None
     if world.rank == 0:

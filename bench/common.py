@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from summa3d.cli.doctor import BLAS_OVERRIDES  # noqa: E402
 from summa3d.cli.launch import mpi_command  # noqa: E402
-from summa3d.launch.runtime import THREAD_VARIABLES  # noqa: E402
+from summa3d.launcher.runtime import THREAD_VARIABLES  # noqa: E402
 
 
 def environment(threads: int | None = 1) -> dict[str, str]:

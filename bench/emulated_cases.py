@@ -59,7 +59,7 @@ class Race:
     @property
     def bandwidth(self) -> float:
         """Bytes per second of a port in each direction."""
-        from summa3d.launch.emulate import network_of
+        from summa3d.launcher.emulate import network_of
 
         return network_of(f"nodes={self.nodes},port={self.port}").bandwidth
 

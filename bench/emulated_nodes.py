@@ -189,7 +189,7 @@ def over_the_port(contender: Callable[[], float], world: Any) -> int:
 
 def counters() -> list[int]:
     """Bytes that this node's port has received and sent."""
-    from summa3d.launch.emulate import NIC
+    from summa3d.launcher.emulate import NIC
 
     folder = Path("/sys/class/net", NIC, "statistics")
     return [int((folder / f"{way}_bytes").read_text()) for way in ("rx", "tx")]

@@ -47,7 +47,7 @@ class Peer:
     """The process that runs JAX on `devices` devices of the host, free to use all cores."""
 
     def __init__(self, python: Path, devices: int) -> None:
-        from summa3d.launch.runtime import on_all_cores
+        from summa3d.launcher.runtime import on_all_cores
 
         settings = {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}", "JAX_PLATFORMS": "cpu"}
         with on_all_cores():

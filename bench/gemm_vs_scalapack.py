@@ -18,7 +18,7 @@ from scalapack import NotInstalled, Scalapack, Sizes, Tuned
 
 from summa3d.bench.tables import table
 from summa3d.cli.report import write
-from summa3d.launch.runtime import usable_cores
+from summa3d.launcher.runtime import usable_cores
 
 CASES = {"sq2048": (2048, 2048, 2048), "sq4096": (4096, 4096, 4096), "tall": (8192, 1024, 1024), "largek": (1024, 1024, 16384)}
 DTYPES = ("float64", "float32")

@@ -113,10 +113,7 @@ def on_a_rank(args: Any) -> None:
     with ledger.watch() as moved:
         for _ in range(args.rounds):
             runners["1"].seconds()
-    spent = sum(
-        row.amounts.seconds + row.amounts.wait_seconds if hasattr(row.amounts, "wait_seconds") else row.amounts.seconds
-        for row in moved.rows
-    )
+    spent = sum(row.amounts.seconds for row in moved.rows)
     tell(world, {"seconds": times, "messages": spent / args.rounds})
 
 

@@ -28,7 +28,7 @@ def started() -> Any:
 
 def training(settings: Iterable[str], world: Any, folder: Path) -> tuple[Any, Callable[[], Any]]:
     """Prepare a run of the demo with other settings, and return it with what takes its next step; collective."""
-    from summa3d.launch.runtime import leave_core
+    from summa3d.launcher.runtime import leave_core
     from summa3d.train.config import load
     from summa3d.train.loop import take_step
     from summa3d.train.prepare import prepare

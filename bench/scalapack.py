@@ -16,7 +16,7 @@ from typing import Any
 
 from common import HERE, environment, printed
 
-from summa3d.launch.runtime import launcher_vendor
+from summa3d.launcher.runtime import launcher_vendor
 
 SOURCE, PROGRAM = HERE / "pgemm.c", HERE / "build" / "pgemm"
 LIBRARIES = ("-lscalapack-openmpi", "-lopenblas", "-lm", "-ldl")

@@ -85,7 +85,7 @@ def on_plain_ranks(ranks: int) -> Any:
     """The JSON that this script prints on ranks that a plain mpiexec has started."""
     import json
 
-    from summa3d.launch.runtime import find_launcher, loaded_runtime
+    from summa3d.launcher.runtime import find_launcher, loaded_runtime
 
     command = [*find_launcher(loaded_runtime()).command, "-n", str(ranks), sys.executable, *sys.argv, "--on-ranks"]
     return json.loads(printed(command, environment()).splitlines()[-1])
@@ -185,7 +185,7 @@ def race(name: str, assignments: list[str], rounds: int, world: Any, folder: Pat
     import torch_step
 
     from summa3d.bench.clock import Clock
-    from summa3d.launch.runtime import on_all_cores
+    from summa3d.launcher.runtime import on_all_cores
 
     run, step = training(assignments, world, folder / name)
     train = run.config.train

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from summa3d.launch.runtime import on_all_cores
+from summa3d.launcher.runtime import on_all_cores
 from summa3d.nn import ModelConfig
 from summa3d.nn.context import scheme
 from summa3d.nn.models.registry import build

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .gemm.matmul import matmul
     from .gemm.matrix import DistMatrix
     from .gemm.tensor import DistTensor
+    from .launcher.call import launch
     from .layout.layout import Layout, Sharding
     from .plan.search.find import find_plans
     from .train.dry_run import dry_run
@@ -34,10 +35,10 @@ HOME = {
     "einsum": "gemm.einsum",
     "matmul": "gemm.matmul",
 }
-WITHOUT_MPI = {"dry_run": "train.dry_run", "find_plans": "plan.search.find"}
+WITHOUT_MPI = {"dry_run": "train.dry_run", "find_plans": "plan.search.find", "launch": "launcher.call"}
 """Names whose modules need the names of MPI alone."""
 
-__all__ = ["DistMatrix", "DistTensor", "Grid", "Layout", "Sharding", "dry_run", "einsum", "find_plans", "matmul"]
+__all__ = ["DistMatrix", "DistTensor", "Grid", "Layout", "Sharding", "dry_run", "einsum", "find_plans", "launch", "matmul"]
 
 
 def __getattr__(name: str) -> object:

@@ -44,7 +44,7 @@ DEVICE = {
     "product.efficiency": Range(0.01, 1, "parts of the peak", "rate of a large product"),
     "product.half": Range(0, 1e4, "elements", "the smallest side at which a product has half its rate", 0.0),
     "product.launch": Range(0, 0.1, "seconds", "start of a product", 0.0),
-    "attention.forward": Range(0, 2, "parts of the peak", "rate of fused attention, left-out scores too; 0, of a product", 0.0),
+    "attention.forward": Range(0, 2, "parts of the peak", "rate of fused attention, less left-out scores; 0: a product", 0.0),
     "attention.backward": Range(0, 2, "parts of the peak", "the same of its backward", 0.0),
     "attention.half": Range(0, 1e5, "keys", "the number of keys at which it has half its rate", 0.0),
     "attention.flash2": Range(0.01, 1, "parts of that rate", "rate of FlashAttention-2's kernel", 1.0),

@@ -58,3 +58,8 @@ def forbidden(variable: str) -> bool:
     if value not in ("yes", "no"):
         raise ConfigError(f"{variable} is {value!r}; it takes yes or no.")
     return value == "no"
+
+
+def load_average() -> float | None:
+    """The load average of the last minute, where the system has one."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None

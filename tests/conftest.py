@@ -74,7 +74,8 @@ def plots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """Draw no curve of a run on a test's own ranks, which takes longer than a small run; runs of real jobs have theirs."""
     loop = sys.modules.get("summa3d.train.loop")
     if loop is not None and "comm" in request.fixturenames:
-        monkeypatch.setattr(loop, "draw_loss", lambda folders, paths: paths[0].touch())
+        for name in ("draw_loss", "draw_load"):
+            monkeypatch.setattr(loop, name, lambda folders, paths: paths[0].touch())
 
 
 @pytest.fixture

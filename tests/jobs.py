@@ -17,7 +17,7 @@ from pathlib import Path
 import forkserver
 
 from summa3d.cli.launch import mpi_command
-from summa3d.launch.runtime import Runtime, loaded_runtime
+from summa3d.launcher.runtime import Runtime, loaded_runtime
 
 WARM_VARIABLE = "TESTS_PYTHON"
 Variables = Mapping[str, str] | None

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from summa3d.launch.emulate import ENVIRONMENT, SWITCH, Emulated
+from summa3d.launcher.emulate import ENVIRONMENT, SWITCH, Emulated
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 LAUNCHERS = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYD", "MPI_", "MPIR_", "MPIEXEC_", "SUMMA3D_", "OMP_", "OPENBLAS_", "MKL_")

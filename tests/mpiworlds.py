@@ -27,9 +27,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import forkserver
 import processor_time
@@ -38,6 +39,7 @@ from _pytest.tmpdir import TempPathFactory
 
 FOLDER_VARIABLE = "MPIWORLDS_FOLDER"  # set by the parent for the ranks it starts
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
+FEW = 2  # ranks, up to which `make test` runs each world size that a test names
 DEFAULT_TIMEOUT = 300.0
 SERIAL_TIMEOUT = 900.0  # of a test without MPI that a process of its own runs
 GUEST_GRACE = 10.0  # seconds that the other ranks of a guest may stay in a test after one has failed in it
@@ -56,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "mpi(sizes=(2,), timeout=300): run on that many MPI ranks, one mpiexec per size")
+    config.addinivalue_line("markers", "mpi(sizes=(2,), timeout=300, every=False): run on so many MPI ranks, one mpiexec a size")
     if forkserver.LISTENER_VARIABLE in os.environ:
         config.pluginmanager.register(RankServer(config), "mpiworlds-server")
     elif FOLDER_VARIABLE in os.environ:
@@ -83,7 +85,16 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     sizes = [size for size in marker.kwargs.get("sizes", (2,)) if not wanted or size in wanted]
     if "world_size" not in metafunc.fixturenames:
         metafunc.fixturenames.append("world_size")
-    metafunc.parametrize("world_size", sizes, ids=[f"w{size}" for size in sizes], indirect=True)
+    every = wanted or marker.kwargs.get("every", False)
+    left_out = [] if every else wide_sizes(metafunc.definition.nodeid, sizes)
+    cases = [pytest.param(size, marks=pytest.mark.wide) if size in left_out else size for size in sizes]
+    metafunc.parametrize("world_size", cases, ids=[f"w{size}" for size in sizes], indirect=True)
+
+
+def wide_sizes(test: str, sizes: Sequence[int]) -> list[int]:
+    """Of a test's world sizes of more than `FEW` ranks all but one, which its name decides: tests take turns."""
+    large = [size for size in sizes if size > FEW]
+    return [size for number, size in enumerate(large) if number != crc32(test.encode()) % len(large)]
 
 
 @pytest.fixture

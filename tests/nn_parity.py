@@ -51,6 +51,9 @@ def check_parity(
     want, gradients = grid.comm.bcast(oracle)
     assert abs(loss.item() - want) <= tolerance * abs(want)
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert parameter.grad is None and gradients[name] is None, name
+            continue
         block = distribute(gradients[name], grid, parameter.sharding.layout)
         errors[name] = (devices.to_host(parameter.grad) - block).norm().item()
     squares = grid.comm.allreduce(np.square(list(errors.values())))

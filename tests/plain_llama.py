@@ -31,9 +31,12 @@ class PlainLlama(PlainTransformer):
             context = self.attend(self.turned(q), self.turned(k), v, causal, name)
             x = x + self.drop(self.linear(context, f"{name}.attention.out"), f"{name}.attention_branch", config.dropout)
             normal = self.rms_norm(x, f"{name}.mlp_norm")
-            inner = functional.silu(self.linear(normal, f"{name}.mlp.gate")) * self.linear(normal, f"{name}.mlp.up")
-            x = x + self.drop(self.linear(inner, f"{name}.mlp.down"), f"{name}.mlp_branch", config.dropout)
+            x = x + self.drop(self.feed(normal, name), f"{name}.mlp_branch", config.dropout)
         return self.rms_norm(x, "norm") @ w["embedding.weight" if config.tied_head else "head.weight"].T
+
+    def feed(self, normal: Tensor, name: str) -> Tensor:
+        inner = functional.silu(self.linear(normal, f"{name}.mlp.gate")) * self.linear(normal, f"{name}.mlp.up")
+        return self.linear(inner, f"{name}.mlp.down")
 
     def loss(self, tokens: Tensor, labels: Tensor, step: int = 0, first_row: int = 0, training: bool = True) -> Tensor:
         self.at(step, first_row, training)

@@ -82,18 +82,13 @@ class Pretended(TorchFunctionMode):
         if func in GETTERS:
             here = args[0] in self.storages
             return {"device": CUDA if here else torch.device("cpu"), "is_cuda": here, "is_cpu": not here}[GETTERS[func]]
-        if func is T.backward:
-            return self._differentiated(
-                args[0], (), args[1] if len(args) > 1 else kwargs.get("gradient"), keep=bool(kwargs.get("retain_graph"))
-            )
+        if func in (T.backward, torch.autograd.backward):
+            given = args[1] if len(args) > 1 else kwargs.get("gradient" if func is T.backward else "grad_tensors")
+            return self._differentiated(_several(args[0]), (), _several(given), keep=bool(kwargs.get("retain_graph")))
         if func is torch.autograd.grad:
-            given, inputs = kwargs.get("grad_outputs"), args[1] if isinstance(args[1], (tuple, list)) else (args[1],)
+            given, keep = kwargs.get("grad_outputs"), bool(kwargs.get("retain_graph"))
             return self._differentiated(
-                _only(args[0]),
-                tuple(inputs),
-                None if given is None else _only(given),
-                bool(kwargs.get("allow_unused")),
-                bool(kwargs.get("retain_graph")),
+                _several(args[0]), _several(args[1]), _several(given), bool(kwargs.get("allow_unused")), keep
             )
         if func in (T.numpy, T.__array__) and args[0] in self.storages:
             raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu()")
@@ -113,15 +108,15 @@ class Pretended(TorchFunctionMode):
         return result
 
     def _differentiated(
-        self, output: T, inputs: tuple[T, ...], gradient: T | None, allow_unused: bool = True, keep: bool = False
+        self, outputs: tuple[T, ...], inputs: tuple[T, ...], given: tuple[T, ...], allow_unused: bool = True, keep: bool = False
     ) -> Any:
-        """Tensor.backward and torch.autograd.grad, within which this mode is on, as it is not in what it calls itself."""
+        """Both `backward` and torch.autograd.grad, within which this mode is on, as it is not in what it calls itself."""
         with torch._C.DisableTorchFunction():
-            gradient = torch.ones_like(output) if gradient is None else gradient
+            gradients = given or tuple(map(torch.ones_like, outputs))
         super().__enter__()
         try:
             return torch.autograd.graph._engine_run_backward(
-                (output,), (gradient,), keep, False, inputs, allow_unused, accumulate_grad=not inputs
+                outputs, gradients, keep, False, inputs, allow_unused, accumulate_grad=not inputs
             )
         finally:
             super().__exit__(None, None, None)
@@ -209,8 +204,8 @@ def _tensors(arguments: Any) -> Iterator[T]:
             yield from _tensors(one)
 
 
-def _only(one: Any) -> T:
-    return one if isinstance(one, T) else one[0]
+def _several(tensors: Any) -> tuple[T, ...]:
+    return () if tensors is None else (tensors,) if isinstance(tensors, T) else tuple(tensors)
 
 
 def _place(tensor: T, device: Pretended) -> str:

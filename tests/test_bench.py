@@ -162,15 +162,36 @@ def test_products_in_pieces_stand_beside_their_arithmetic_and_their_messages_alo
     assert row["predicted"]["1"] == pytest.approx(row["seconds"]["arithmetic"][0] + row["seconds"]["messages"][0])
 
 
+@pytest.mark.wide
+def test_a_ring_of_contexts_stands_beside_its_arithmetic_and_its_messages_alone():
+    ended = jobs.run([str(BENCH / "context_nodes.py"), "--on-ranks", "--positions", "64", "--rounds", "1"], 2)
+    assert ended.status == 0, ended.stderr
+    row = json.loads(ended.stdout.splitlines()[-1])
+    assert set(row["seconds"]) == {"messages", "arithmetic", "folded", "unfolded arithmetic", "unfolded"}
+    assert row["nodes"] == 2 and row["computed"] > 0 and row["as_predicted"] > 0
+
+
+@pytest.mark.wide
 def test_a_step_stands_beside_torchs_on_the_same_ranks(tmp_path):
     """Losses agree first: a pair that trains another model raises an error."""
-    pairs, file = ("1f1b", "zb-v", "ddp", "tp"), tmp_path / "torch.json"
+    pairs, file = ("zb-v", "ddp"), tmp_path / "torch.json"
     words = ("--small", "--ranks", "2", "--rounds", "1", "--pairs", *pairs, "--json", str(file))
     said = run("step_vs_torch.py", *words, patience=300, fresh=True)
     rows = json.loads(file.read_text())["rows"]
     assert tuple(row["pair"] for row in rows) == pairs
     assert all(len(times) == 1 and times[0] > 0 for row in rows for times in row["seconds"].values())
-    assert "geometric mean of 4 pairs ≥ 1.15" in said.splitlines()[-1]
+    assert "geometric mean of 2 pairs ≥ 1.15" in said.splitlines()[-1]
+
+
+@pytest.mark.wide
+def test_attention_over_contexts_stands_beside_gloos(tmp_path):
+    """Outputs and gradients agree first: a side that computes another attention raises an error."""
+    file = tmp_path / "contexts.json"
+    said = run("context_race.py", "--small", "--ranks", "2", "--rounds", "1", "--json", str(file), fresh=True)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["gather", "ring", "heads"]
+    assert all(len(row[side]) == 1 and row[side][0] > 0 for row in rows for side in ("ours", "peer"))
+    assert "context_parallel on 2 ranks without a GPU: NotImplementedError" in said
 
 
 @pytest.mark.wide

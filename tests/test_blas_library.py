@@ -128,6 +128,7 @@ def test_mkl_gets_no_threads_whose_runtime_is_missing(monkeypatch):
 
 @pytest.mark.parametrize("threads", ["1", "2", ""])
 @pytest.mark.parametrize("order", ["torch first", "torch last"])
+@pytest.mark.turns
 def test_products_are_right_beside_torch_whichever_is_loaded_first(threads, order):
     pytest.importorskip("torch")
     load = "import torch; torch.ones(300, 300) @ torch.ones(300, 300)\n"

@@ -108,7 +108,7 @@ def test_a_planned_job_reads_the_configuration_of_its_folder(kind: str, tmp_path
     programs, folder = programs_in(tmp_path / "bin", "note", "summa3d"), tmp_path / HOSTILE[kind]
     folder.mkdir()
     inner = SimpleNamespace(ranks=2, device="cpu", scheme="oned")
-    plan = SimpleNamespace(inner=inner, dp=1, pp=1)
+    plan = SimpleNamespace(inner=inner, stage_ranks=2, dp=1, pp=1)
     config = SimpleNamespace(train=SimpleNamespace(steps=1), grid=SimpleNamespace(axes={"y": 2, "z": 1}))
     text = export._job(folder, plan, 1.0, config, cluster.load("server"))  # type: ignore[arg-type]
     does = 'record "$RUN"\ncheck\ntrain\n'

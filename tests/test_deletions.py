@@ -33,8 +33,8 @@ DELETIONS = {
     "plan.search.store._write",
     "train.checkpoint.shards.write",
     # segments of this user's ended jobs
-    "launch.segments.unname",
-    "launch.segments.remove_left",
+    "launcher.segments.unname",
+    "launcher.segments.remove_left",
 }
 RENAMES = {
     "files.replacing",
@@ -58,7 +58,9 @@ WRITES = {
     "train.metrics.open_at",
     # in a folder that the same function, or its caller, has just made
     "comm.health.flight_files._copy",
-    "launch.emulate.Emulated.command",
+    "launcher.call.launch",
+    "launcher.called.main",
+    "launcher.emulate.Emulated.command",
     "train.data.corpus.encode",
     "train.data.tokens._encode_once",
     # a FIFO or a device that the user has named; /dev/null; another rank's memory

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import sys
 from pathlib import Path
+
+import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -27,6 +31,32 @@ def test_the_page_of_models_is_what_the_models_are():
 def test_the_picture_of_the_grid_is_what_the_layouts_are():
     script = runpy.run_path(str(DOCS / "picture.py"))
     assert script["page"]() == (DOCS / "grid.svg").read_text(encoding="utf-8"), "run: python docs/picture.py > docs/grid.svg"
+
+
+def test_the_picture_of_contexts_is_what_their_split_is_and_its_words_are_those_of_dry_runs(monkeypatch):
+    from summa3d.train import config
+    from summa3d.train.dry_run import predict
+
+    monkeypatch.syspath_prepend(str(DOCS))  # where it finds the other script that it draws with
+    script = runpy.run_path(str(DOCS / "contexts.py"))
+    assert script["page"]() == (DOCS / "contexts.svg").read_text(encoding="utf-8"), "python docs/contexts.py > docs/contexts.svg"
+    sizes = ("family=llama", "layers=1", "hidden=64", "heads=16", "kv_heads=4", "sequence=48")
+    for kind, size in (("gather", 3), ("ring", 2), ("heads", 4)):
+        asked = [*(f"model.{one}" for one in sizes), "scheme=serial", "train.batch=1", f"grid.cp={size}", f"context.kind={kind}"]
+        moved = predict(config.load("demo", asked))["words"]
+        assert moved["forward"]["cp"] + moved["backward"]["cp"] == script["words"](kind, size, shared=4) * 2 * 48 * 16, kind
+
+
+def test_the_figure_of_the_readme_shows_what_is_counted_and_one_loss(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    script = runpy.run_path(str(DOCS / "front.py"))
+    kept = json.loads((DOCS / "front.json").read_text(encoding="utf-8"))
+    assert script["count_words"]() == kept["words"], "run: python docs/front.py --measure words"
+    assert list(kept["losses"]) == list(script["GRIDS"]) and script["largest_difference"](kept["losses"]) < 1e-5
+    assert {row["file"] for row in kept["rows"]} == {file.stem for file in script["ROWS"].glob("*.json")}
+    monkeypatch.setattr(sys, "argv", ["front.py", "--out", str(tmp_path)])
+    script["main"]()
+    assert (tmp_path / "front.png").stat().st_size > 20_000
 
 
 def test_the_page_of_keys_is_what_the_configuration_is():

@@ -37,7 +37,7 @@ ORDER = (
     "dry",
     "train",
     "plan",
-    "launch",
+    "launcher",
     "bench",
     "sweep",
     "cli",

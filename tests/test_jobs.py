@@ -19,7 +19,7 @@ from summa3d.comm.device import select as places
 from summa3d.comm.transport import select as choice
 from summa3d.errors import ConfigError
 from summa3d.jobs import script as jobs
-from summa3d.launch.runtime import LIKE_OPEN_MPI, loaded_runtime
+from summa3d.launcher.runtime import LIKE_OPEN_MPI, loaded_runtime
 from summa3d.train.config import load
 
 ROOT = Path(__file__).parent.parent
@@ -118,7 +118,25 @@ def ibrun(ranks: int, nodes: int) -> list[str]:
     return ["ibrun", "-n", str(ranks), BIND]
 
 
-CHECK = ["summa3d", "gemm", "--m", "1009", "--n", "997", "--k", "1013", "--dtype", "float64", "--check", "--json"]
+FAILS = '"$@" || { status=$?; [ $status = 143 ] || echo "a rank failed: status $status"; exit $status; }'
+CHECK = [
+    "sh",
+    "-c",
+    FAILS,
+    "sh",
+    "summa3d",
+    "gemm",
+    "--m",
+    "1009",
+    "--n",
+    "997",
+    "--k",
+    "1013",
+    "--dtype",
+    "float64",
+    "--check",
+    "--json",
+]
 GPU_LAUNCHER = {"cuda": srun_gpu, "longhorn": ibrun}
 
 
@@ -203,6 +221,17 @@ def test_a_job_whose_ranks_are_asked_to_end_before_they_listen_goes_back_into_th
     asked = [words for words, _ in machine.asked()]
     assert asked[-1] == ["scontrol", "requeue", "17"]
     assert any("train" in words for words in asked if words[0] == "srun") is (step == "train")
+
+
+def test_a_job_of_which_a_rank_fails_ends_though_term_ends_the_other_ranks(machine: Machine) -> None:
+    """Else it would fail, and go back into the queue, without an end."""
+    machine.program("summa3d", NOTE.format(name="summa3d").replace("exit ", 'case " $* " in *" gemm "*) exit 1 ;; esac\nexit '))
+    runs = '[[ $1 == --* ]] && { shift; continue; }; "$@"; exit 143'
+    machine.program("srun", f"#!/bin/bash\nwhile :; do {runs}; done\n")
+    machine.program("scontrol", NOTE.format(name="scontrol"))
+    machine.program("squeue", STATES)
+    assert machine.submit("cpu_train", STATE="RUNNING").returncode == 143
+    assert not [words for words, _ in machine.asked() if words[0] == "scontrol" or "train" in words]
 
 
 def test_a_job_that_is_asked_to_end_while_it_checks_does_not_begin_to_train(machine: Machine) -> None:

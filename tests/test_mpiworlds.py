@@ -216,7 +216,7 @@ def test_an_mpi_error_is_an_exception(report: str) -> None:
     assert "invalid rank" in section(report, "test_mpi_error").lower()
 
 
-@pytest.fixture(params=["with", "without"])
+@pytest.fixture(params=["with", pytest.param("without", marks=pytest.mark.wide)])
 def beside(request: pytest.FixtureRequest) -> tuple[str, ...]:
     """Options of a pytest with pytest-mpi, whose marker and option have the same names, and without it."""
     pytest.importorskip("pytest_mpi")
@@ -249,14 +249,14 @@ def test_it_leaves_no_shared_memory_behind(tmp_path: Path) -> None:
 
 
 def guest_launcher(ranks: int) -> tuple[str, ...]:
-    from summa3d.launch.runtime import find_launcher, loaded_runtime
+    from summa3d.launcher.runtime import find_launcher, loaded_runtime
 
     return (*find_launcher(loaded_runtime()).command, "-n", str(ranks))
 
 
 @pytest.fixture
 def oversubscribed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from summa3d.launch.runtime import loaded_runtime, rank_environment
+    from summa3d.launcher.runtime import loaded_runtime, rank_environment
 
     for name, value in rank_environment(loaded_runtime().vendor, 5, 1)[0].items():
         monkeypatch.setenv(name, value)

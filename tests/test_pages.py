@@ -13,7 +13,7 @@ import pages
 import pytest
 
 BLOCKS = list(pages.with_outputs())
-PYTHON = [pair for pair in BLOCKS if pair[0].language == "python"]
+PYTHON = [pair for pair in BLOCKS if pair[0].language == "python" and not pair[0].note.startswith("then: ")]
 SHELL = [pair for pair in BLOCKS if pair[0].language == "bash"]
 EXAMPLES = {"any_layouts.py": 4, "four_cases.py": 4, "layouts.py": 4, "own_module.py": 8, "product.py": 8, "scalapack.py": 4}
 
@@ -27,7 +27,7 @@ def test_pages_have_blocks_of_known_kinds_alone() -> None:
     for block, _ in BLOCKS:
         assert block.language in ("python", "bash", "text"), f"{block} has the language {block.language!r}"
         assert block.language != "text" or block.page == "README.md", f"{block}: output without a note is not compared"
-        assert block.note in ("", "run") or block.note.startswith("ranks: "), f"{block} has the note {block.note!r}"
+        assert block.note in ("", "run") or block.note.startswith(("ranks: ", "then: ")), f"{block} has the note {block.note!r}"
 
 
 @pytest.mark.parametrize(("block", "shown"), PYTHON, ids=lambda value: str(value) if value else "")
@@ -50,7 +50,9 @@ def test_commands_can_be_given(block: pages.Block, shown: pages.Block | None) ->
     assert found, block
     for words in found:
         pages.check_command(words, block)
-    assert shown is None or block.note == "run", f"{shown} shows the output of a block that is not run"
+    assert shown is None or block.note == "run" or block.note.startswith("then: "), (
+        f"{shown} shows the output of a block that is not run"
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,29 @@ def test_cheap_commands_print_what_is_shown(block: pages.Block, shown: pages.Blo
         ended = jobs.run_serial(["-m", "summa3d", *arguments], cwd=tmp_path)
         assert ended.status == 0, ended.stderr
         pages.check_output(shown, ended.stdout)
+
+
+STORIES = {block.note: block.page for block, _ in BLOCKS if block.note.startswith("then: ")}
+
+
+@pytest.mark.parametrize("story", STORIES)
+def test_blocks_that_go_on_print_what_is_shown(
+    story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    for block, shown in (pair for pair in BLOCKS if pair[0].note == story):
+        assert block.page == STORIES[story] and (shown is not None or block.language == "bash"), block
+        if block.language == "python":
+            capsys.readouterr()
+            exec(compile(block.body, str(block), "exec"), {"__name__": str(block)})
+            pages.check_output(shown, capsys.readouterr().out)
+            continue
+        for words in pages.commands(block):
+            assert words[0] == "summa3d", f"{block}: only commands of summa3d are run"
+            ended = jobs.run_serial(["-m", "summa3d", *words[1:]], cwd=tmp_path)
+            assert ended.status == 0, f"{block}: {ended.stderr}"
+            pages.check_output(shown, ended.stdout)
 
 
 def code_of(text: str) -> str:
@@ -113,7 +138,7 @@ def test_every_dotted_name_that_a_page_has_is_there(page: Path) -> None:
 
 def test_what_is_looked_for_stands_in_the_file_that_is_named() -> None:
     text = (pages.ROOT / "docs" / "where.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| [^|]+ \| `([\w/.]+\.py)` \| `(\w+)` \|$", text, re.MULTILINE)
+    rows = re.findall(r"^\| [^|]+ \| [^|]* \| `([\w/.]+\.py)` \| `(\w+)` \|$", text, re.MULTILINE)
     assert len(rows) >= 40
     assert [(file, name) for file, name in rows if not re.search(rf"\b{name}\b", (pages.ROOT / file).read_text())] == []
 

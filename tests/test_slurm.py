@@ -18,8 +18,8 @@ import pytest
 from small_runs import SMALL, write_corpus
 
 from summa3d.jobs.script import site, write_all
-from summa3d.launch.runtime import loaded_runtime
-from summa3d.launch.slurm import STARTING
+from summa3d.launcher.runtime import loaded_runtime
+from summa3d.launcher.slurm import STARTING
 
 ROOT = Path(__file__).parent.parent
 REASON = local_slurm.why_not()
@@ -67,6 +67,11 @@ class Cluster:
 
     def output(self, folder: str, job: str) -> str:
         return (self.folder / folder / f"job-{job}.out").read_text()
+
+    def told(self, folder: str, job: str) -> str:
+        """What the job, Slurm and its daemons have said: Slurm may write to the script's own output, or to that of the run."""
+        outputs = "".join(file.read_text() for file in self.folder.glob(f"slurm-{job}.out"))
+        return f"{outputs}\n{self.output(folder, job)}\n{self.slurm.facts(job)}\n{self.slurm.logs()}"
 
     def configure(self, name: str, steps: int) -> str:
         """Write a configuration file of the small run; returns its name."""
@@ -157,7 +162,7 @@ def test_a_job_that_is_asked_to_end_saves_and_runs_again(cluster: Cluster) -> No
     assert saved is not None and "the run has saved: requeued" in output, output
     cluster.configure("asked.toml", steps=int(saved[1]) + 5)
     cluster.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # a job that was requeued waits for two minutes
-    assert cluster.slurm.wait(job, WAIT) == "COMPLETED", cluster.output("runs/asked", job)
+    assert cluster.slurm.wait(job, WAIT) == "COMPLETED", cluster.told("runs/asked", job)
     assert f"resumed after step {saved[1]}" in " ".join(cluster.output("runs/asked", job).split())
     assert [line["step"] for line in cluster.metrics("runs/asked")] == [*range(1, int(saved[1]) + 6)]
 
@@ -172,7 +177,7 @@ def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on
     cluster.trained(run, first)
     cluster.slurm.run("scontrol", "update", f"JobId={first}", "EndTime=now+1seconds")  # time limits count whole minutes
     assert cluster.slurm.wait(first, WAIT) == "TIMEOUT"
-    assert "DUE TO TIME LIMIT" in cluster.output("runs/long", first)
+    assert "DUE TO TIME LIMIT" in cluster.told("runs/long", first)
     newest = max(int(folder.name.removeprefix("step-")) for folder in run.glob("checkpoints/step-*"))
     cluster.configure("rest.toml", steps=newest + 5)
     cluster.slurm.run("scontrol", "release", second)

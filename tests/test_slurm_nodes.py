@@ -11,7 +11,7 @@ import local_slurm
 import pytest
 
 from summa3d.errors import LaunchError
-from summa3d.launch.emulate import Emulated, network_of
+from summa3d.launcher.emulate import Emulated, network_of
 
 ROOT = Path(__file__).parent.parent
 REASON = local_slurm.why_not()

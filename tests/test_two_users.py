@@ -28,7 +28,7 @@ from summa3d.comm.transport.node_memory import NOTE, offered
 from summa3d.errors import Summa3dError
 from summa3d.files import replace_text
 from summa3d.gemm.files import raw as matrices
-from summa3d.launch import segments
+from summa3d.launcher import segments
 from summa3d.sweep import lines
 from summa3d.train import metrics
 from summa3d.train.checkpoint import folder as checkpoints

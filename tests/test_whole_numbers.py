@@ -9,7 +9,7 @@ import pytest
 from summa3d.cli.bench import parse_entry
 from summa3d.cli.bench.block import _is_meant
 from summa3d.errors import Summa3dError
-from summa3d.launch.emulate import network_of
+from summa3d.launcher.emulate import network_of
 from summa3d.layout.notation import read
 from summa3d.plan.search.request import _limited
 from summa3d.sweep.points import axes_of

@@ -31,12 +31,28 @@ class PassState:
     key : its chunk and micro-batch
     deferred : where its weight gradients are left; None, backward takes them
     running : the deferred gradient that is computed now
+    terms : where layers add terms of the loss; None, nobody collects them
     """
 
     def __init__(self) -> None:
         self.key = MicroBatchKey()
         self.deferred: list[DeferredWeightGradient] | None = None
         self.running: DeferredWeightGradient | None = None
+        self.terms: list[Tensor] | None = None
+
+    def add_term(self, term: Tensor) -> None:
+        """Add this rank's summand of a term of the loss, if it is collected."""
+        if self.terms is not None:
+            self.terms.append(term)
+
+    @contextmanager
+    def collecting(self) -> Iterator[list[Tensor]]:
+        """Within the with-block, the terms that layers add are collected in the list."""
+        before, self.terms = self.terms, []
+        try:
+            yield self.terms
+        finally:
+            self.terms = before
 
     @contextmanager
     def of(self, key: MicroBatchKey, deferred: list[DeferredWeightGradient] | None) -> Iterator[None]:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, is_grad_enabled
 
 from ..comm.axis import Axis
-from ..comm.device.arrays import address, dtype_name
+from ..comm.device.arrays import address, dtype_name, empty
 from ..comm.grid import BaseGrid, agree_on_call
 from ..comm.pending import Completed, Pending
 from ..errors import GridError, ShapeError
@@ -28,6 +28,7 @@ from ..gemm.algorithms.workspace import Workspace
 from ..gemm.any_layout.executor import AnyProduct
 from ..gemm.any_layout.plan import AnyPlan, Owned
 from ..gemm.any_layout.planned import plan_any
+from ..gemm.pieces.slabs import each_slab, start_sums
 from ..gemm.symmetric.executor import SymmetricProduct
 from ..gemm.symmetric.plan import SymmetricPlan
 from .deferred import PassState
@@ -67,7 +68,8 @@ class Product(ABC):
             raise ShapeError(f"matmul has no gradient for form {plan.form!r}; forms with gradients: {', '.join(GRADIENTS)}.")
         self.plan, self.rows, self.in_flight = plan, rows, in_flight
         self.of_a, self.of_b = GRADIENTS[plan.form]
-        self._agreed: set[object] = set()
+        self.agreed: set[object] = set()
+        """The kinds of calls that all ranks have been found to make alike."""
 
     executor: Executor | AnyProduct
     """The product without gradients."""
@@ -84,7 +86,7 @@ class Product(ABC):
         graph = is_grad_enabled()
         wanted = (graph and a.requires_grad, graph and b.requires_grad, graph and bias is not None and bias.requires_grad)
         known = (a.dtype, b.dtype, None if bias is None else (bias.dtype, bias.shape), wanted)
-        if known in self._agreed and not self.executor.grid.job.check:
+        if known in self.agreed and not self.executor.grid.job.check:
             return
         columns = self.executor.c_block[1:]
         if bias is not None and (bias.shape != columns or bias.dtype != a.dtype):
@@ -100,7 +102,12 @@ class Product(ABC):
         agree_on_call(self.executor.grid, "autograd.matmul", facts, None, None if refusal is None else str(refusal))
         if refusal is not None:
             raise refusal
-        self._agreed.add(known)
+        self.agreed.add(known)
+
+    def agreeing_with(self, agreed: set[object]) -> Product:
+        """This product, which is not compared again for calls that others which share the set have been compared for."""
+        self.agreed = agreed
+        return self
 
     def check_blocks(self, a: Tensor, b: Tensor) -> None:
         """Raise ShapeError unless the blocks of both operands, A's as a matrix, are those of the plan."""
@@ -300,8 +307,11 @@ class GatheredProduct(Product):
         source = self.in_flight.source
         if source is None or self.cuboid.x.size == 1:
             return None
-        gathered = source.prefetcher.gather(source, forward, b, self.cuboid.start_gather_b)
+        gathered = source.prefetcher.gather(source, forward, b, self._start_prefetch)
         return None if gathered is None else self.cuboid.ledger.track(gathered)
+
+    def _start_prefetch(self, b: Tensor) -> Pending:
+        return self.cuboid.start_gather_b(b)
 
 
 @dataclass
@@ -316,7 +326,8 @@ class PiecedCuboidProduct(GatheredProduct):
     """The cuboid product and both gradients in the plan's pieces, each operand behind what is multiplied meanwhile.
 
     The first gradient gathers dC in pieces, and the second has it; dA's cells are on their way while dB is multiplied. What is
-    gathered in a node's memory, or prefetched, comes as a whole. Words are those of `GatheredProduct`.
+    prefetched comes in pieces behind what is waited for, and as a whole what is gathered in a node's memory. Words are those of
+    `GatheredProduct`.
     """
 
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
@@ -344,6 +355,9 @@ class PiecedCuboidProduct(GatheredProduct):
     def _gathers_as_a_whole(self, c: Tensor) -> bool:
         return self.cuboid.z.size > 1 and self.cuboid.z.offers_views(c)
 
+    def _start_prefetch(self, b: Tensor) -> Pending:
+        return self.cuboid.start_gather_b(b, behind=True)
+
     def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA; its cells along y may be on their way when this returns."""
         here = self._prefetched(b, forward=False) if self.regather else b
@@ -366,10 +380,12 @@ class OnedProduct(Product):
     """The two 1-D products of Megatron, column-parallel (n split) and row-parallel (k split); nothing is gathered.
 
     The row-parallel product all-reduces C (Megatron's g); the column-parallel product all-reduces dA in backward (Megatron's
-    f). dB needs no sum. The sequence-parallel pair is the cuboid of 1×t×1.
+    f), in the plan's pieces behind what is multiplied meanwhile, dB too. dB needs no sum. The sequence-parallel pair is the
+    cuboid of 1×t×1.
     """
 
     executor: Executor
+    plan: OnedPlan
 
     def __init__(self, plan: OnedPlan, grid: BaseGrid, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(plan, rows, in_flight)
@@ -382,19 +398,41 @@ class OnedProduct(Product):
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, all-reduced along y where y splits k, and both shards."""
         self.executor.check(a, b)
+        if self.split == "k" and self._cut(a):
+            out = empty(self.executor.c_block, a)
+            return self._start_sums(self.plan.form, a, b, out).wait(), (a, b)
         c = self.executor.workspace.multiply(a, b, self.plan.form)
         return self.axis.all_reduce(c, into=c) if self.split == "k" else c, (a, b)
 
     def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA; the all-reduce along y, where y splits the dim that dA sums over, is in flight when this returns."""
+        if self.of_a.inner == self.split and self._cut(shared):
+            out = empty(self.executor.a_block, shared)
+            return self._start_sums(self.of_a.form, *self.of_a.ordered(shared, b), out)
         partial = local(self.executor.workspace, self.of_a, shared, b)
         if self.of_a.inner != self.split:
             return Completed(partial)
         return self.axis.start_all_reduce(partial, into=partial, in_order=True)
 
     def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
-        """Return dB, which sums over m, which y never splits."""
-        return Completed(local(self.executor.workspace, self.of_b, shared, a))
+        """Return dB, which sums over m, which y never splits; pieces of dA may be on their way meanwhile."""
+        if self.of_a.inner != self.split or not self._cut(shared):
+            return Completed(local(self.executor.workspace, self.of_b, shared, a))
+        first, second = self.of_b.ordered(shared, a)
+        out = empty(self.executor.b_block, shared)
+        whole = a.numel() * shared.shape[1]
+        for part, rows in each_slab(self.of_b.form, first, out, whole):
+            self.executor.workspace.multiply(part, second, self.of_b.form, rows)
+        return Completed(out)
+
+    def _cut(self, array: Tensor) -> bool:
+        """Return whether what moves of such arrays is cut in pieces."""
+        return self.plan.cut(self.axis, array)
+
+    def _start_sums(self, form: str, a: Tensor, b: Tensor, out: Tensor) -> Pending:
+        """Start op(A)·op(B), whose pieces are summed along y while others are multiplied."""
+        multiply = self.executor.workspace.multiply
+        return start_sums(self.axis, form, a, out, self.plan.pieces, lambda part, rows: multiply(part, b, form, rows))
 
 
 class ExecutedProduct(Product):

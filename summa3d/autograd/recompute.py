@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..layout.copies import Copies
 from .function import Function, once_differentiable
 
+Result = TypeVar("Result", Tensor, tuple[Tensor, ...])
 WeightPlace = tuple[nn.Module, str]
 """Where a weight is stored: the module and the parameter's name in it."""
 
@@ -42,8 +43,8 @@ def _put(places: Sequence[WeightPlace], weights: Sequence[Any]) -> None:
 class _Recompute(Function):
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[..., Tensor], places: list[WeightPlace], copies: Copies | None, inputs: int, *tensors: Tensor
-    ) -> Tensor:
+        ctx: Any, run: Callable[..., Result], places: list[WeightPlace], copies: Copies | None, inputs: int, *tensors: Tensor
+    ) -> Result:
         kept = tensors[:inputs] if copies is None else [copies.part(tensor) for tensor in tensors[:inputs]]
         ctx.save_for_backward(*kept, *tensors[inputs:])
         ctx.run, ctx.places, ctx.copies, ctx.shapes = run, places, copies, [tensor.shape for tensor in tensors[:inputs]]
@@ -51,7 +52,7 @@ class _Recompute(Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         needs, saved, shapes = ctx.needs_input_grad[4:], ctx.saved_tensors, ctx.shapes
         kept = saved[: len(shapes)]
         if ctx.copies is not None:
@@ -62,21 +63,26 @@ class _Recompute(Function):
                 weight.view_as(weight) for weight in saved[len(shapes) :]
             ]  # one a place; deferred gradients continue after them
             with weights_in(ctx.places, weights):
-                end = get_gradient_edge(ctx.run(*inputs))  # only the graph is needed: the output is freed
+                ends = _edges(ctx.run(*inputs))
         wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]
-        grads = iter(torch.autograd.grad(end, wanted, grad, allow_unused=True))  # this graph has no postponed weights
-        return None, None, None, None, *(next(grads) if need else None for need in needs)
+        found = iter(torch.autograd.grad(ends, wanted, grads, allow_unused=True))  # this graph has no postponed weights
+        return None, None, None, None, *(next(found) if need else None for need in needs)
+
+
+def _edges(outputs: Result) -> list[GradientEdge]:
+    """The ends of a graph: only these are needed, and the outputs are freed."""
+    return [get_gradient_edge(one) for one in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
 def recompute(
-    run: Callable[..., Tensor], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = (), copies: Copies | None = None
-) -> Tensor:
+    run: Callable[..., Result], inputs: Sequence[Tensor], modules: Sequence[nn.Module] = (), copies: Copies | None = None
+) -> Result:
     """Return `run(*inputs)` and keep only the inputs; backward runs it again first. The gradients are bitwise the same.
 
     Parameters
     ----------
-    run : a function from the inputs to one tensor, which must compute the same a second time. Counter-based dropout masks do;
-        so do collectives, which every rank repeats in the same order.
+    run : a function from the inputs to one tensor, or a tuple of tensors, which must compute the same a second time.
+        Counter-based dropout masks do; so do collectives, which every rank repeats in the same order.
     inputs : this rank's blocks. Each rank keeps its own shard, and nothing is gathered in order to be kept (the distributed
         checkpointed activations of Xu et al. 2021, §3.2.3, without their buffer).
     modules : the modules whose weights `run` uses. Backward runs with the weights of forward (16-bit copies, for example).
@@ -91,4 +97,5 @@ def recompute(
         return run(*inputs)
     places = places_of(modules)
     weights: list[Any] = [module._parameters[name] for module, name in places]
-    return _Recompute.apply(run, places, copies, len(inputs), *inputs, *weights)
+    result: Result = _Recompute.apply(run, places, copies, len(inputs), *inputs, *weights)
+    return result

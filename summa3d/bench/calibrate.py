@@ -8,10 +8,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import cycle
 from math import ceil, log2, prod
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,8 +42,8 @@ ARRAYS = (1 << 20, 4 << 20, 64 << 20)
 """Bytes of the arrays that are copied and added."""
 MESSAGES = (8, 4 << 10, 64 << 10, 1 << 20, 8 << 20, 64 << 20)
 """Bytes that a collective leaves on each rank, and of a message from one rank to another."""
-SPAN, ROUNDS = 0.03, 3
-"""Seconds that repetitions of one measurement take, and how often they are measured: the quickest counts."""
+SPAN, ROUNDS = 0.03, 5
+"""Seconds that repetitions of one measurement take, and how often they are measured: the median counts, as it does of steps."""
 LONGEST = 0.6
 """Seconds that a product may take; larger ones are left out."""
 MOST = 2000
@@ -59,18 +60,25 @@ MEMORY_SHARE = 12
 
 @dataclass
 class Trial:
-    """A measurement: what is repeated how often, the quickest round so far, and what its seconds are divided by.
+    """A measurement: what is repeated how often, what its seconds are divided by, and those of its rounds, with the wall's.
 
-    worked : whether the seconds of a rank's processor count in place of the wall's, which are kept beside them
+    once : seconds of a single repetition, by which `times` is chosen. worked : whether the seconds of a rank's processor count in
+    place of the wall's
     """
 
     sample: MeasuredTime
     act: Callable[[], Array]
-    best: float
-    wall: float
+    once: float
     times: int
     divided: float
     worked: bool
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def measured(self) -> MeasuredTime:
+        """The sample with the medians of its rounds."""
+        seconds, wall = (median(one) for one in zip(*self.rounds, strict=True))
+        return self.sample._replace(seconds=seconds / self.divided, wall=wall)
 
 
 class Calibration:
@@ -108,12 +116,11 @@ class Calibration:
         trials += [*self.moves(), *self.messages()]
         for _ in range(ROUNDS):
             for trial in trials:
-                seconds, wall = self.repeated(trial.act, trial.times, trial.worked)
-                trial.best, trial.wall = min(trial.best, seconds), min(trial.wall, wall)
+                trial.rounds.append(self.repeated(trial.act, trial.times, trial.worked))
         memory = device_memory() if self.device == "cuda" else node_memory() / self.ranks
         for grid in self.grids:
             grid.free()
-        samples = tuple(trial.sample._replace(seconds=trial.best / trial.divided, wall=trial.wall) for trial in trials)
+        samples = tuple(trial.measured for trial in trials)
         return Measured(self.ranks, self.nodes, self.slots, float(memory), self.shared, samples)
 
     def repeated(self, act: Callable[[], Any], times: int, worked: bool) -> tuple[float, float]:
@@ -146,9 +153,9 @@ class Calibration:
         """
         worked = self.one_thread if worked is None else worked
         self.repeated(act, 1, worked)
-        best, wall = self.repeated(act, 1, worked)
-        times = int(min(MOST, max(1, SPAN / max(best, 1e-7))))
-        return Trial(sample, act, best, wall, times, divided or (1.0 if worked else self.crowding), worked)
+        once, _ = self.repeated(act, 1, worked)
+        times = int(min(MOST, max(1, SPAN / max(once, 1e-7))))
+        return Trial(sample, act, once, times, divided or (1.0 if worked else self.crowding), worked)
 
     def array(self, shape: tuple[int, ...], dtype: str = "float32") -> Array:
         """An array of ones where the ranks compute."""
@@ -185,7 +192,7 @@ class Calibration:
             for side in SIDES:
                 found = self.product(side, side, side, dtype)
                 yield found
-                if 8 * found.best > LONGEST:
+                if 8 * found.once > LONGEST:
                     break
             for shape in THIN:
                 yield self.product(*shape, dtype)
@@ -242,7 +249,7 @@ class Calibration:
             out, sums = forward(q, k, v, 0.0, True)[:2]
             acts = partial(forward, q, k, v, 0.0, True), partial(backward, gradient, q, k, v, out, sums, 0.0, True)
             for way, act, products in zip(("forward", "backward"), acts, ATTENTION.values(), strict=True):
-                many = TOKENS // keys * HEADS * products
+                many = TOKENS // keys * HEADS * products // 2  # as a trace counts causal scores
                 sample = MeasuredTime("attention", way, dtype="float32", m=keys, n=keys, k=size, products=many)
                 yield self.trial(sample, partial(first_of, act))
 

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from .. import __version__
 from ..blas_library import BLAS_OVERRIDES, library
 from ..comm.nodes import Nodes
-from ..launch.runtime import VENDOR_NAMES, vendor_of, version_of
+from ..launcher.runtime import VENDOR_NAMES, vendor_of, version_of
 from .clock import sleep_until_all_are_here
 
 if TYPE_CHECKING:

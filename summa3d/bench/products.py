@@ -29,7 +29,7 @@ from ..gemm.cost.machine import Machine
 from ..gemm.matmul import matmul
 from ..gemm.matrix import DistMatrix
 from ..gemm.syrk import syrk
-from ..launch.runtime import on_all_cores
+from ..launcher.runtime import on_all_cores
 from .capacity import peak_bytes, require, serial_bytes
 from .clock import Clock, sleep_until_all_are_here
 from .machine import threads_of_rank

@@ -22,7 +22,7 @@ MEBI = 1 << 20
 ACTIONS = {
     "inspect": "Show the step, model, files and tensors of a checkpoint.",
     "verify": "Check that a checkpoint is complete: its index, the files' sizes, checksums and tensors, and the model's.",
-    "import": "Make a run folder from a Transformers folder (gpt2, llama, bert).",
+    "import": "Make a run folder from a Transformers folder (gpt2, llama, bert, mixtral, qwen2_moe, qwen3_moe, olmoe).",
     "export": "Write a checkpoint as a Transformers folder.",
 }
 CHECKPOINT = "Read the newest checkpoint of this run folder, or the checkpoint in this folder step-N."

@@ -17,8 +17,8 @@ from ..blas_library import BLAS_OVERRIDES, library, numpys_core_type, rule_for_t
 from ..comm.health import flight, flight_files
 from ..errors import ConfigError, DataError, LaunchError
 from ..files import whole
-from ..launch import segments, slurm
-from ..launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
+from ..launcher import segments, slurm
+from ..launcher.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 from ..node_support import why_no_node_memory
 
 PACKAGES = ("numpy", "mpi4py", "torch", "safetensors", "tokenizers", "matplotlib", "cupy")

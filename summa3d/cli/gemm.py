@@ -16,7 +16,7 @@ from ..comm.device.arrays import DEVICES, numpy_dtype, quiet
 from ..dtypes import DTYPES, HALVES, dtype_of
 from ..errors import ConfigError
 from ..files import grid_of
-from ..launch.runtime import usable_cores
+from ..launcher.runtime import usable_cores
 from .traces import add_trace_arguments, check_positive, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 FORMS = tuple(first + second for first in "ntc" for second in "ntc")
 CHOOSES = "Choose by the times that are predicted for this described cluster."
 PANEL_ALGORITHMS = "summa, tesseract and ca25d"
-OPTIONS_OF = {"panel": PANEL_ALGORITHMS, "pieces": "cuboid"}
+OPTIONS_OF = {"panel": PANEL_ALGORITHMS, "pieces": "cuboid, summa, tesseract, ca25d, oned-column and oned-row"}
 """Options of the command line that are an algorithm's, and the algorithms that take them."""
 
 
@@ -61,8 +61,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pieces",
         type=pieces_of,
         metavar="N|auto",
-        help="Cut what a rank of the cuboid sends to another node into N pieces, which travel behind arithmetic; auto takes the "
-        "number of fewest predicted seconds. The default is 1.",
+        help="Cut what a rank sends to another node into N pieces, which travel behind arithmetic; auto takes the number of "
+        f"fewest predicted seconds, as where the library chooses the grid. The default is 1. Of {OPTIONS_OF['pieces']}.",
     )
     parser.add_argument("--device", choices=DEVICES, help="Hold the operands there. The default is SUMMA3D_DEVICE, else cpu.")
     parser.add_argument("--transport", help="Use this transport for device arrays. The default is SUMMA3D_TRANSPORT, else auto.")
@@ -315,6 +315,8 @@ def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductE
     for option in options:
         if option not in algorithm.options:
             raise ConfigError(f"--{option} applies to {OPTIONS_OF[option]} only (algorithm is {algorithm.name}).")
+    if args.grid is None and not options and choice.pieces > 1:
+        options["pieces"] = choice.pieces
     if options.get("pieces") == "auto":
         plan = algorithm.plan(args.form, args.m, args.n, args.k)
         options["pieces"] = best_pieces(plan, shape, dtype_of(args.dtype), machine)

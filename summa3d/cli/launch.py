@@ -17,12 +17,12 @@ from pathlib import Path
 from ..columns import counted
 from ..errors import LaunchError
 from ..interpreter import module
-from ..launch import emulate, segments
-from ..launch.follow import follow
-from ..launch.runtime import Runtime, find_launcher, launcher_vendor, loaded_runtime, rank_environment, usable_cores
+from ..launcher import emulate, segments
+from ..launcher.follow import follow
+from ..launcher.runtime import Runtime, find_launcher, launcher_vendor, loaded_runtime, rank_environment, usable_cores
 from .main import COMMANDS, parser_of, unknown_command
 
-SCRIPT = "summa3d.launch.script"
+SCRIPT = "summa3d.launcher.script"
 SAVES = "train"
 """The command that saves when it is asked to end."""
 HOLD = ("env", "--block-signal=TERM,INT")
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="nodes=N,port=RATE",
         help="Start the ranks on N emulated nodes of this machine, with ports of this rate, such as 1gbit or 250mbit; as root.",
     )
+    parser.add_argument("-q", "--quiet", action="store_true", help="Do not say first which ranks are started with which MPI.")
     parser.add_argument(
         "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="Run this Python module on every rank."
     )
@@ -136,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.module and _words(args)[0] == SAVES:
         command = holding(command)
     emulated = "" if args.emulate is None else f"{args.emulate.nodes} emulated nodes, "
-    print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
+    if not args.quiet:
+        print(f"summa3d launch: {emulated}{account}", file=sys.stderr, flush=True)
     if runtime.vendor == "mpich" and args.emulate is None:
         settings = segments.settings(args.ranks, environment)
         words = f"; it is left alone as far as that goes: {' '.join(f'{name}={settings[name]}' for name in settings)}"

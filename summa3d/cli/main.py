@@ -21,7 +21,7 @@ from .. import preemption
 from ..comm.health.processes import launched_as
 from ..errors import CapacityError, ConfigError, DataError, LaunchError, Summa3dError, shortened
 from ..files import LARGEST_WHOLE
-from ..launch.runtime import (
+from ..launcher.runtime import (
     VENDOR_NAMES,
     let_idle_threads_sleep,
     no_library,
@@ -31,8 +31,8 @@ from ..launch.runtime import (
     vendor_of,
     version_of,
 )
-from ..launch.segments import unname
-from ..launch.slurm import TYPE_VARIABLE, advice
+from ..launcher.segments import unname
+from ..launcher.slurm import TYPE_VARIABLE, advice
 from ..node_support import affinity, forbidden, watchdog_seconds
 from ..waiting import LIKE_OPEN_MPI, local_ranks, waiting_settings
 
@@ -76,6 +76,7 @@ OF_FILES = (
 NO_MEMORY = (
     *("DefaultCPUAllocator", "can't start new thread", "calculation overflowed", "Overflow when", "Invalid shape dimension"),
     "failed to map segment",
+    "std::bad_alloc",
 )
 """What errors of numpy, CuPy and torch say of an allocation that failed."""
 USAGE_STATUS, PIPE_STATUS = 2, 141  # the latter as shells report an end by SIGPIPE

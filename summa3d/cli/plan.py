@@ -15,7 +15,7 @@ from ..comm.health.processes import launched_as
 from ..errors import ConfigError, DataError
 from ..figures import FORMATS, draw
 from ..interpreter import module
-from ..launch.runtime import find_launcher, loaded_runtime
+from ..launcher.runtime import find_launcher, loaded_runtime
 from ..nn.config import MOST_LAYERS
 from ..parallel import draw as drawing
 from ..parallel.schedule import SCHEDULES, build, split_layers
@@ -209,8 +209,9 @@ def show_plans(args: argparse.Namespace) -> int:
     import mpi4py
 
     mpi4py.rc.initialize = False  # a dry run needs the names of MPI alone
-    from ..launch import trial
+    from ..launcher import trial
     from ..plan import questions
+    from ..plan.search.command import check_write
     from ..plan.search.command import run as run_search
     from ..plan.search.request import OPTIMIZER, request
 
@@ -232,6 +233,8 @@ def show_plans(args: argparse.Namespace) -> int:
         raise ConfigError("--plots draws several counts of --ranks; a search of one has none.")
     if args.program is not None:
         return show_program(args)
+    if args.write is not None:
+        check_write(args)
     return run_search(args, None if args.tries is None else measure_on(args.ranks))
 
 
@@ -249,7 +252,7 @@ def check_try(args: argparse.Namespace) -> None:
 
 def measure_on(ranks: int) -> Measure:
     """Return what runs configurations on `ranks` ranks of this machine. Raises LaunchError where none can be started."""
-    from ..launch import trial
+    from ..launcher import trial
     from .launch import mpi_command
 
     runtime = loaded_runtime()

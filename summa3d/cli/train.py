@@ -14,7 +14,7 @@ from .. import preemption
 from ..errors import ConfigError, DataError, GridError
 from ..figures import FORMATS
 from ..files import whole
-from ..launch.runtime import leave_core, threads_are_free
+from ..launcher.runtime import leave_core, threads_are_free
 from .traces import add_trace_arguments, check_trace_arguments, ranges_for
 
 if TYPE_CHECKING:
@@ -101,6 +101,13 @@ def _add_dry_run(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="NAME|FILE", help="Predict the seconds of --grids on this cluster. The default is this machine."
     )
     parser.add_argument(
+        "--load",
+        type=Path,
+        metavar="FILE",
+        help="Let the experts in --dry-run take the tokens of this file: counts as JSON, or the last step of a run's "
+        "metrics.jsonl. By default all take as many.",
+    )
+    parser.add_argument(
         "--memory", metavar="SIZE", help="Say in --dry-run whether it fits a device of this memory, as 40GB, less a reserve."
     )
     parser.add_argument(
@@ -128,7 +135,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"{resumes} continues from checkpoints that --overwrite deletes. Give one of them.")
     if args.config is None and not (resumes and args.run):
         raise ConfigError("Name a configuration: `summa3d train demo`, or a TOML file. Only --resume --run DIR goes without.")
-    for option in ("grids", "cluster", "memory"):
+    for option in ("grids", "cluster", "memory", "load"):
         if getattr(args, option) is not None and not args.dry_run:
             raise ConfigError(f"--{option} is for --dry-run, which trains nothing.")
     if args.cluster is not None and args.grids is None:
@@ -259,7 +266,7 @@ def chooser(command: str) -> Choose:
     from ..nn.choose import choose
 
     def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
-        found = choose(config.model, config.rows, ranks, schemes, config.regather, config.vectors)
+        found = choose(config.local_model, config.rows, ranks, schemes, config.regather, config.vectors)
         _say(command, found, config, ranks)
         return found.scheme, found.grid
 
@@ -275,7 +282,6 @@ def picker(command: str, ranks_per_node: int | None = None) -> Choose:
     def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
         from mpi4py import MPI
 
-        from ..bench.clock import sleep_until_all_are_here
         from ..comm.device.select import requested_device
         from ..comm.nodes import Nodes
         from ..plan.pick import Pick, cluster_for, pick
@@ -289,7 +295,7 @@ def picker(command: str, ranks_per_node: int | None = None) -> Choose:
             cluster = cluster_for(device, total, node, min(nodes.cores))
             return None if cluster is None else pick(config, ranks, schemes, cluster)
 
-        found = on_root(world, picked, ConfigError, sleep_until_all_are_here) if ranks > 1 else None
+        found = on_root(world, picked, ConfigError) if ranks > 1 else None
         if found is None:
             return chooser(command)(config, ranks, schemes)
         _say(command, found, config, ranks)
@@ -321,22 +327,24 @@ def _check_ranks(config: Config, ranks: int, resumes: bool) -> None:
 
 def _line_for(config: Config, ranks: int) -> str:
     """What to type for a grid of so many ranks, of which the replicas and stages stay: that of the fewest words."""
+    from ..comm.topology import OUTER
     from ..nn.choose import choose
 
     outer, generic = config.grid.outer, "--set grid.x=… (y, z)"
     if ranks % outer:
         return generic
     try:
-        found = choose(config.model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
+        found = choose(config.local_model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
     except GridError:
         return generic
-    given = {**found.grid, **{axis: size for axis, size in (("dp", config.grid.dp), ("pp", config.grid.pp)) if size > 1}}
+    given = {**found.grid, **{axis: size for axis, size in config.grid.axes.items() if axis in OUTER and size > 1}}
     return " ".join(f"--set grid.{axis}={size}" for axis, size in given.items())
 
 
 def _dry_run(config: Config, args: argparse.Namespace) -> int:
     from mpi4py import MPI
 
+    from ..nn.experts.load import read_load
     from ..plan.search.memory import fitting
     from ..plan.search.request import bytes_of
     from ..train.dry_run import dry_run
@@ -344,7 +352,8 @@ def _dry_run(config: Config, args: argparse.Namespace) -> int:
 
     memory = None if args.memory is None else bytes_of(args.memory)
     tell = Pulse("train", MPI.COMM_WORLD.rank == 0).of("tracing program")
-    found = dry_run(config, ranks_per_node=args.ranks_per_node, tell=tell)
+    load = None if args.load is None else read_load(args.load)
+    found = dry_run(config, ranks_per_node=args.ranks_per_node, tell=tell, load=load)
     fit = None if memory is None else fitting(found.need, memory)
     if MPI.COMM_WORLD.rank == 0 and args.json:
         print(json.dumps(found.as_json() | ({} if fit is None else {"memory": fit._asdict()})), flush=True)
@@ -361,7 +370,7 @@ def _compare_grids(args: argparse.Namespace, source: str) -> int:
 
     from ..cluster import load
     from ..comm.device.select import requested_device
-    from ..launch.runtime import usable_cores
+    from ..launcher.runtime import usable_cores
     from ..plan.grids import ALL, asked_grids, compare
     from ..plan.pick import cluster_for
     from ..plan.search.request import bytes_of
@@ -423,8 +432,8 @@ def report(summary: dict[str, Any]) -> str:
     if summary["checkpoint_cpu_seconds"]:
         blocked, cpu = summary["checkpoint_blocked_seconds"], summary["checkpoint_cpu_seconds"]
         lines.append(f"checkpoints: steps waited {blocked:.2f} s for them, and their threads took {cpu:.2f} s of the cores")
-    if summary["sample"] is not None:
-        lines = ["sample:", *("  " + line for line in summary["sample"].splitlines()), "", *lines]
+    for text in reversed(summary.get("samples") or [*filter(None, [summary["sample"]])]):  # an older run has one at most
+        lines = ["sample:", *("  " + line for line in text.splitlines()), "", *lines]
     if summary["plot"] is not None:
         lines.append(f"plot: {summary['plot']}")
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 
 from mpi4py import MPI
@@ -182,7 +182,7 @@ class Axis(OfThisProcess):
         options = {"dim": dim, "sizes": sizes, "op": op, "root": root, "view": view}
         options |= {"in_order": in_order, "receive_sizes": receive_sizes}
         given = {name: value for name, value in options.items() if value is not None}
-        taken = list(signature(settle).parameters)[3:]  # behind the arrays
+        taken = _options(kind)
         for name in given:
             if name not in taken:
                 raise ShapeError(f"{kind} over {self.label} takes no {name}. It takes {', '.join(taken)}.")
@@ -216,3 +216,9 @@ class Axis(OfThisProcess):
         """
         with self.lock:
             self.transports.of(array)
+
+
+@cache
+def _options(kind: str) -> tuple[str, ...]:
+    """The options that a collective takes behind the arrays."""
+    return tuple(signature(getattr(Routes, kind)).parameters)[4:]

@@ -174,7 +174,8 @@ class Checks:
 
     def peer(self, name: str, peer: int, tag: int) -> None:
         """Raise ShapeError unless there is such a member, other than this one, and such a tag."""
-        most = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or LEAST_TAG) // CODES - 1
+        bound = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) if MPI.Is_initialized() else None  # a dry run may be without it
+        most = (bound or LEAST_TAG) // CODES - 1
         if not isinstance(tag, (int, np.integer)) or not 0 <= tag <= most:
             raise ShapeError(f"{name} on axis {self.label}: a tag is a whole number from 0 to {most}; it is {tag!r}.")
         if not isinstance(peer, (int, np.integer)) or not 0 <= peer < self.size or peer == self.index:

@@ -62,6 +62,11 @@ class Communicators:
         return "first" in vars(self)
 
     @property
+    def is_empty(self) -> bool:
+        """Whether the grid has no processes: each of its communicators is the null one."""
+        return self._make is MPI.Intracomm
+
+    @property
     def common_size(self) -> int:
         """The number of ranks of `common`. Raises GridError where it was freed and is needed to tell."""
         return len(self.ranks) if self.fills else int(checked_comm(self.common).size)
@@ -76,7 +81,7 @@ class Communicators:
                 f"{grid} is sealed: {asked} would make a new communicator, which other ranks may not be there to make.\n"
                 f"  Ask for {asked} on every rank before grid.seal()."
             )
-        if self._make is MPI.Intracomm:  # of a grid without processes, each is the null communicator
+        if self.is_empty:
             return self.first
         if len(members) == 1:
             return MPI.COMM_SELF

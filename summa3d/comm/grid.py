@@ -47,7 +47,7 @@ class BaseGrid(OfThisProcess):
         self.rank, self.size, self.inside = rank, topology.size, rank != MPI.UNDEFINED
         self.coordinates = topology.coordinates_of(rank) if self.inside else {}
         self._axes = communicators.axes
-        self._parts: dict[tuple[str, ...], SubGrid] = {}
+        self._parts: dict[tuple[Hashable, ...], BaseGrid] = {}
 
     @property
     def whole(self) -> BaseGrid:
@@ -151,6 +151,26 @@ class BaseGrid(OfThisProcess):
             whole._parts[key] = SubGrid(whole, key)
         return whole._parts[key]
 
+    def regrouped(self, ranks: Sequence[int], axes: Mapping[str, int]) -> BaseGrid:
+        """Return some ranks of the job's grid, this one among them, as a grid with axes of its own, the last one fastest.
+
+        Its axes divide `ranks` in their order, and count in the job's ledger under their names. Its `free` does nothing, as that
+        of a `part`. Moves nothing; the first use of an axis is collective over its members. Raises GridError for ranks that the
+        job does not have, or not as many as the axes.
+
+        >>> Place({"x": 2, "z": 3}, rank=5).regrouped((1, 3, 5, 0), {"i": 2, "j": 2}).coordinates
+        {'i': 1, 'j': 0}
+        """
+        whole, members = self.whole, checked_ranks(ranks, self.whole.size)
+        topology = Topology.checked(axes, order=list(axes)[::-1])
+        topology.check_size(len(members))
+        if whole.rank not in members:
+            raise GridError(f"Rank {whole.rank} of {whole} is none of {list(members)}: each rank makes the grid that it is in.")
+        key = (members, *axes.items())
+        if key not in whole._parts:
+            whole._parts[key] = RegroupedGrid(whole, members, topology)
+        return whole._parts[key]
+
     def seal(self) -> None:
         """Refuse new communicators from now on: an axis or a sub-axis of several ranks that was never asked for before.
 
@@ -192,7 +212,11 @@ class BaseGrid(OfThisProcess):
         if self.job.freed:
             return
         check_comm(MPI.COMM_WORLD, f"{self}.free()")
-        release(self.job, [*(part.communicators for part in self._parts.values()), self.communicators])
+        release(self.job, self.linked())
+
+    def linked(self) -> list[Communicators]:
+        """Return the communicators of the grid's parts, and its own."""
+        return [*(links for part in self._parts.values() for links in part.linked()), self.communicators]
 
     def __enter__(self) -> Self:
         return self
@@ -214,11 +238,15 @@ class BaseGrid(OfThisProcess):
         members = whole.topology.members(names, whole.coordinates)
         return whole._joined(names, members, f"grid[{', '.join(map(repr, names))}]", self.job.node_rule)
 
+    def _in_job(self, members: Sequence[int]) -> Sequence[int]:
+        """Return the ranks of the job's grid that these ranks are."""
+        return members
+
     def _joined(self, key: tuple[str, ...], members: list[int], asked: str, rule: NodeRule | None) -> Axis:
         """Return the axis of these ranks, which is kept under `key`; `asked` is the call that asks for it."""
         if key not in self._axes:
             self.communicators.check_in_use(self)
-            nodes = tuple(self.job.nodes[rank] for rank in members)
+            nodes = tuple(self.job.nodes[rank] for rank in self._in_job(members))
             with flight.waiting_in("the first use", f"{'·'.join(key)} ({len(members)} ranks)"), self.job.making(asked):
                 comm = self.communicators.of(members, self, asked, key)
                 self._axes[key] = self._new_axis(key, len(members), members.index(self.rank), comm, rule, nodes)
@@ -343,6 +371,27 @@ class SubGrid(BaseGrid):
         members = [self._whole.rank_of({**self._whole.coordinates, **point}) for point in points]
         asked = f"grid.part({', '.join(map(repr, self.shape))}).comm"
         return self._whole.communicators.of(members, self._whole, asked)
+
+
+class RegroupedGrid(BaseGrid):
+    """Some ranks of a job's grid as a grid with axes of their own: what `regrouped` returns."""
+
+    def __init__(self, job_grid: BaseGrid, ranks: tuple[int, ...], topology: Topology) -> None:
+        self._job_grid, self._ranks = job_grid, ranks
+        make = MPI.Intracomm if job_grid.communicators.is_empty else self._own_comm
+        links = Communicators(job_grid.job, make, tuple(range(len(ranks))))
+        super().__init__(topology, ranks.index(job_grid.rank), links, job_grid.ledger, job_grid.job)
+
+    def free(self) -> None:
+        """Do nothing: the job's grid frees what belongs to it."""
+
+    def _in_job(self, members: Sequence[int]) -> Sequence[int]:
+        return [self._ranks[member] for member in members]
+
+    def _own_comm(self) -> MPI.Intracomm:
+        """Return a communicator of the ranks, in their order (collective over them)."""
+        asked = f"grid.regrouped({self._ranks}, {self.shape})"
+        return self._job_grid.communicators.of(self._ranks, self._job_grid, asked)
 
 
 class Unconnected(Transports):

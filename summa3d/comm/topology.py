@@ -15,6 +15,8 @@ OUTER = ("cp", "ep", "dp", "pp")
 """Axes outside the tensor-parallel grid, over which no scheme splits a layer: contexts, experts, replicas, pipeline stages."""
 REPLICAS = ("dp", "cp", "ep")
 """Outer axes along which ranks hold copies of dense weights, and compute with other rows or positions."""
+SAME_ROWS = ("cp",)
+"""Those whose ranks compute with other positions of the same rows."""
 DEFAULT_ORDER = ("z", "y", "x", "d", *OUTER)
 
 

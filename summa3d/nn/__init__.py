@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .adopt.folder import from_folder as from_folder
+    from .adopt.parallelise import parallelise as parallelise
     from .config import ModelConfig as ModelConfig
     from .context import Context as Context
     from .context import scheme as scheme
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from .state import load_full_state_dict as load_full_state_dict
 
 MODULES = {
+    "adopt.folder": ("from_folder",),
+    "adopt.parallelise": ("parallelise",),
     "config": ("ModelConfig",),
     "context": ("Context", "scheme"),
     "copies": ("check_copies",),

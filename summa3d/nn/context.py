@@ -23,12 +23,17 @@ from ..comm.grid import BaseGrid, Grid
 from ..comm.topology import OUTER
 from ..dtypes import dtype_of
 from ..errors import GridError, LayoutError
-from ..gemm.algorithms.cuboid import CuboidPlan
+from ..gemm.algorithms.registry import algorithm_of
 from ..gemm.algorithms.workspace import Workspace
 from ..gemm.cost.machine import Machine
 from ..gemm.pieces.timing import pieces_on
 from ..layout.copies import Copies
 from ..layout.layout import Layout, split_sizes
+from .config import ModelConfig
+from .context_parallel.options import DEFAULT as GATHERED
+from .context_parallel.options import ContextOptions
+from .context_parallel.positions import part_of
+from .context_parallel.split import WHOLE, ContextSplit
 from .overlap import DEFAULT, Overlap
 from .schemes.registry import row_axes
 from .schemes.scheme import Scheme, spec_of
@@ -52,6 +57,7 @@ class Context:
     stages : the stages of the job's pipeline (axis pp); None, every rank holds the whole model
     sharded : the axes of replicas that hold shards of the weights, by rows (ZeRO-3): layers gather a weight where they use it,
         and reduce-scatter its gradient
+    contexts : which positions of the sequences the ranks of axis cp hold; the layers compute with this rank's alone
     """
 
     scheme: Scheme
@@ -64,6 +70,7 @@ class Context:
     at: tuple[tuple[str, tuple[int, ...]], ...] = ()
     stages: Stages | None = None
     sharded: tuple[str, ...] = ()
+    contexts: ContextSplit = WHOLE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Context:
         """Return the context of a copied model: on the same grid, with a state, a prefetch and a workspace of its own.
@@ -188,8 +195,9 @@ class Context:
         source : the layer's prefetch source, from the method `prefetch_source`; None for no prefetch
         transposed : whether replicas hold shards of the transpose of the product's right operand
         """
-        rows, plan = self.vector_rows(self.scheme.after_linear(layout)), self.scheme.plan(layout, form, m, n, k)
-        if isinstance(plan, CuboidPlan):
+        rows = self.vector_rows(self.scheme.after_linear(layout))
+        plan: Any = self.scheme.plan(layout, form, m, n, k)
+        if "pieces" in algorithm_of(plan).options:
             plan = replace(plan, pieces=self._pieces(plan))
         in_flight = InFlight(None if self.sharded else source, self.overlap.input_gradient, self.state)
         bound = product(plan, self.grid, self.regather, rows, self.workspace, in_flight)
@@ -198,7 +206,7 @@ class Context:
         stored, shape = (plan.b_layout.transposed(), plan.b_shape[::-1]) if transposed else (plan.b_layout, plan.b_shape)
         return ShardedProduct(bound, self.whole[self.sharded], self._shard_sizes(stored, shape), transposed, source)
 
-    def _pieces(self, plan: CuboidPlan) -> int:
+    def _pieces(self, plan: Any) -> int:
         """In how many pieces a product moves: what the overlap says, or its rule."""
         pieces = self.overlap.pieces
         return pieces_on(plan, self.grid, dtype_of("float32"), Machine()) if isinstance(pieces, str) else pieces
@@ -212,6 +220,19 @@ class Context:
         """
         return PrefetchSource(self.prefetcher, parts, make) if self.prefetcher is not None else None
 
+    @property
+    def head_axis(self) -> Axis:
+        """The contexts among which heads are exchanged for positions."""
+        return self.whole.contiguous_sub_axis(("cp",), self.contexts.heads)
+
+    @property
+    def ring_axis(self) -> Axis:
+        """The contexts that hold the blocks of a sequence: those at the same place of each group that exchanges heads."""
+        heads, size = self.contexts.heads, self.contexts.size
+        ring = self.whole.sub_axis("cp", range(self.contexts.index % heads, size, heads))
+        assert ring is not None
+        return ring
+
     def batch_first(self, x: Tensor) -> Tensor:
         """View a stored activation, [b, s, n] or (sequence-first schemes) [s, b, n], as [b, s, n]."""
         return x.transpose(0, 1) if self.scheme.spec.sequence_first else x
@@ -222,7 +243,7 @@ class Context:
 
     def block_of(self, whole: Tensor, layout: Layout) -> Tensor:
         """This rank's block of a global [b, s] tensor (tokens, labels, masks), split as the rows of an activation in `layout`."""
-        return whole[Layout(*layout.dims[:2]).slices(whole.shape, self.grid.shape, self.grid.coordinates)]
+        return inner_block(self.grid, part_of(whole, self.contexts), layout)
 
     def tokens_at(self, x: Tensor, position: int = 0, sequence: int = 1) -> Tensor:
         """Select one position of every sequence of the residual stream, with gradient.
@@ -230,8 +251,8 @@ class Context:
         Parameters
         ----------
         x : this rank's block of the residual stream, as stored
-        position : the global position; default the first
-        sequence : the global s; not read for the first position
+        position : the position among those of this context; default the first
+        sequence : s of this context; not read for the first position
 
         Returns this rank's block of [b, h] in the scheme's layout `pooled`. Where an axis splits s, the member that holds the
         position scatters the rows of b over the axis.
@@ -245,12 +266,27 @@ class Context:
         return scatter_from(rows, axis, owner, split_sizes(len(rows), axis.size))
 
 
+def inner_block(grid: BaseGrid, whole: Tensor, layout: Layout) -> Tensor:
+    """This rank's block of a [b, s] tensor of the positions that its context holds, or of whole sequences, on the inner grid."""
+    return whole[Layout(*layout.dims[:2]).slices(whole.shape, grid.shape, grid.coordinates)]
+
+
+def check_split(contexts: ContextSplit, layouts: Scheme, config: ModelConfig, batch: int, sequence: int | None = None) -> None:
+    """Raise LayoutError, and ConfigError for a family, where contexts and scheme cannot split whole sequences of a batch."""
+    whole = config.sequence if sequence is None else sequence
+    if contexts.size > 1:
+        contexts.check_family(config.family, config.attention_dropout)
+        contexts.check(whole, config.heads, layouts.after_linear(layouts.residual).num_shards(2, layouts.shape))
+    layouts.check(config, batch, contexts.local(whole))
+
+
 def scheme(
     name: str,
     grid: BaseGrid | None = None,
     regather: bool = True,
     vectors: str = "copied",
     overlap: Overlap = DEFAULT,
+    contexts: ContextOptions = GATHERED,
 ) -> Context:
     """Bind the scheme called `name` to `grid`.
 
@@ -267,6 +303,7 @@ def scheme(
     vectors : how γ, β and biases are stored: "copied"; "root-only", on row 0 alone (summa, as in Optimus); "diagonal" (cuboid
         with Y = Z, as in the 3-D paper)
     overlap : what may be in flight while layers compute; read by the schemes that `Overlap` names
+    contexts : how the ranks of axis cp, each with a part of every sequence, attend to the others' parts
 
     Raises LayoutError for an unknown name or an unsupported storage of vectors; GridError, naming the grids that fit, where the
     scheme does not support the grid. Moves nothing.
@@ -282,4 +319,5 @@ def scheme(
     grid.add_axes(*spec.axes)
     inner, state = grid.part(*layouts.shape), PassState()
     prefetcher = Prefetcher(overlap.gather, state) if overlap.gather else None
-    return Context(layouts, inner, regather, overlap, state, Workspace(inner), prefetcher)
+    split = ContextSplit(grid.shape.get("cp", 1), grid.whole.coordinates.get("cp", 0), contexts)
+    return Context(layouts, inner, regather, overlap, state, Workspace(inner), prefetcher, contexts=split)

@@ -25,15 +25,14 @@ class Overlap:
         instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
         ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has returned.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
-    pieces : in how many pieces what a product gathers, and sums, travels between nodes behind its arithmetic, forward and
-        backward: the same words, pieces times the messages. In a node's memory nothing is cut. "auto" takes as many as make each
-        product shortest by the description of an assumed server, in float32: the same number on all ranks.
+    pieces : in how many pieces what a product gathers or broadcasts, and sums, travels between nodes behind its arithmetic,
+        forward and backward: the same words, pieces times the messages. In a node's memory nothing is cut. "auto" takes as many
+        as make each product shortest by the description of an assumed server, in float32: the same number on all ranks.
 
     `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none
-    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`, and `pieces` to the first
-    three of them. None applies to one rank, nor to `summa`, `summa-transposed`, `tesseract` and `agarwal`, whose products sum as
-    they go. The defaults suit ranks that outnumber the cores, where a waiting rank yields its core to another
-    (`bench/overlap.py`).
+    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`; `pieces` to all schemes but
+    `agarwal`. None applies to one rank. `summa`, `summa-transposed`, `tesseract` and `agarwal` sum as they go. The defaults suit
+    ranks that outnumber the cores, where a waiting rank yields its core to another (`bench/overlap.py`).
     """
 
     REMOVED: ClassVar = {"weight_gradient": "every layer waits for the sum of its weight's gradient. Leave the key out."}

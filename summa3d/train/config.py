@@ -10,6 +10,7 @@ from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
 
+from ..columns import counted
 from ..comm.device.arrays import DEVICES
 from ..comm.topology import axes_in, divisors
 from ..comm.transport.select import NAMES as TRANSPORTS
@@ -17,6 +18,8 @@ from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
 from ..files import read_json, read_toml, replacing, titles, whole
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig, named_models
+from ..nn.context_parallel.options import ContextOptions
+from ..nn.context_parallel.split import ContextSplit
 from ..nn.overlap import Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..node_support import MOST_SECONDS
@@ -28,13 +31,11 @@ CHOSEN = ("", "grid", "scheme and grid", "grid and replicas", "scheme, grid and 
 REPLICAS = "replicas"
 """The word of CHOSEN that has grid.dp among what is chosen."""
 RECOMPUTE = ("none", "selective", "full")
-SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "bert": 3}
+SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "mixtral": 0, "qwen2_moe": 0, "qwen3_moe": 0, "olmoe": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
-GRID_AXES = ("x", "y", "z", "d", "dp", "pp")
-NOT_YET = {"cp": "context parallelism", "ep": "expert parallelism"}
-"""Axes that are named, and not available yet → what they are for."""
-HIDDEN = {"chosen", *(f"grid.{name}" for name in NOT_YET)}
-"""Keys that nobody sets: what `summa3d train` writes for itself, and what is not there yet."""
+GRID_AXES = ("x", "y", "z", "d", "cp", "ep", "dp", "pp")
+HIDDEN = {"chosen"}
+"""Keys that nobody sets: what `summa3d train` writes for itself."""
 SIZES = {"grid.x", "grid.y", "grid.z", "grid.d"}
 CATCHABLE = ("SIGUSR1", "SIGUSR2", "SIGHUP", "SIGQUIT")
 """What job systems send before they end a job, beside SIGTERM, and launchers pass on."""
@@ -63,11 +64,12 @@ class GridConfig:
     y : ranks along axis y, as x
     z : ranks along axis z, as x
     d : ranks along axis d, the depth of tesseract, as x; the product of all sizes of the grid is the number of ranks
+    cp : contexts, each of which holds a part of every sequence (the table `context`); their gradients are summed with those of dp
+    ep : replicas that share the experts of a layer, each of which one holds, for the tokens of all; they have rows of their own
+        and copies of all else, as those of dp
     dp : replicas of the model, each on its own rows of the batch; their gradients are summed once a step
     pp : ranks of a pipeline, each of which holds some of the layers (the table `pipeline`)
-    cp : contexts, the parts of each sequence; not available yet: 1
-    ep : ranks that share the experts of a layer; not available yet: 1
-    order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,dp,pp" (stages outermost) and
+    order : the axes in rank order, fastest first: "zyx", or names with commas, such as "z,y,x,d,cp,dp,pp" (stages outermost) and
         "z,y,x,d,pp,dp" (replicas outermost); axes that it leaves out follow
     tile : sizes of the sub-grid that one node holds, as {x = 2, y = 2}
     check : whether ranks compare every collective before it, a message each, and every 100 steps the copies of weights
@@ -80,10 +82,10 @@ class GridConfig:
     y: int = 1
     z: int = 1
     d: int = 1
-    dp: int = 1
-    pp: int = 1
     cp: int = 1
     ep: int = 1
+    dp: int = 1
+    pp: int = 1
     order: str = "zyx"
     tile: dict[str, int] | None = None
     check: bool = False
@@ -91,17 +93,16 @@ class GridConfig:
     def __post_init__(self) -> None:
         for name in GRID_AXES:
             at_least(f"grid.{name}", getattr(self, name), 1, MOST_RANKS)
-        for name, what in NOT_YET.items():
-            if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"grid.{name} is {getattr(self, name)}: {what} is not available yet. Set grid.{name} to 1; "
-                    f"axes of other sizes: {', '.join(GRID_AXES)}."
-                )
 
     @property
     def outer(self) -> int:
-        """How many parts of the job have a grid of x, y, z and d of their own: replicas times ranks of a pipeline."""
-        return self.dp * self.pp
+        """How many parts of the job have a grid of x, y, z and d of their own: contexts, replicas, ranks of a pipeline."""
+        return self.cp * self.ep * self.dp * self.pp
+
+    @property
+    def replicas(self) -> int:
+        """How many parts of the job have rows of their own: those of dp and ep."""
+        return self.dp * self.ep
 
     @property
     def axes(self) -> dict[str, int]:
@@ -116,7 +117,7 @@ class GridConfig:
         >>> GridConfig(x=2, y=2, z=2, order="z,y,x,d,dp,pp").rank_order
         ('z', 'y', 'x')
         """
-        absent = {name for name in (*GRID_AXES, *NOT_YET) if name not in self.axes}
+        absent = {name for name in GRID_AXES if name not in self.axes}
         return tuple(name for name in axes_in(self.order) if name not in absent)
 
     def __str__(self) -> str:
@@ -175,7 +176,8 @@ class MuonConfig:
         which takes AdamW's rates; "original", √max(1, outputs / inputs)
     dtype : what Newton–Schulz is computed in: "master", the dtype of master weights, or "bfloat16", in which matrices travel too;
         results then depend on the grid beyond rounding in the last bits
-    ranks : ranks that compute a matrix together: "auto" or "1", one, its owner
+    ranks : ranks that compute a matrix together: a divisor of a stage's ranks, such as "1", the matrix's owner alone, or "4"; or
+        "auto", the number of fewest predicted seconds, which is 1 where there are matrices enough for all ranks
 
     >>> MuonConfig().momentum
     0.95
@@ -202,11 +204,13 @@ class MuonConfig:
         at_least("train.muon.steps", self.steps, 1, MOST_ITERATIONS)
         if not 0 < self.eps < inf:
             raise ConfigError(f"train.muon.eps = {self.eps}; it must be positive and finite.")
-        if self.ranks not in ("auto", "1"):
-            raise ConfigError(
-                f"train.muon.ranks = {self.ranks!r}: several ranks cannot compute one matrix together yet. "
-                'Use "auto" or "1": each matrix has an owner, and ranks own different ones.'
-            )
+        if self.ranks != "auto" and (whole(self.ranks) or 0) < 1:
+            raise ConfigError(f'train.muon.ranks = {self.ranks!r} is neither "auto" nor a whole number from 1 on, such as "4".')
+
+    @property
+    def group(self) -> int | None:
+        """Ranks that compute a matrix together; None, as many as are predicted to be the quickest."""
+        return None if self.ranks == "auto" else int(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -236,8 +240,10 @@ class TrainConfig:
         last one, and that of a run which is asked to end, is always waited for
     evaluate_batches : held-out batches of one evaluation
     keep : checkpoints kept; with 0, none is written
-    sample_tokens : tokens by which a causal model continues `sample_prompt` when the run ends; with 0, there is no sample
+    sample_tokens : tokens by which a causal model continues each prompt when the run ends; with 0, there is no sample
     sample_prompt : the text that is continued
+    sample_prompts : further texts, each continued by itself
+    sample_every : steps between two samples while the run goes on, kept in metrics.jsonl; with 0, only the end has one
     signal : a signal that asks the run to save and to end with status 75, as SIGTERM does, such as "SIGUSR1"; "" for none
     watchdog : seconds without a completed step after which the job is ended, and those for which a rank may be stopped or asleep;
         0 turns the watchdog off. SUMMA3D_WATCHDOG, where it is set, is taken in its place
@@ -266,6 +272,8 @@ class TrainConfig:
     keep: int = 2
     sample_tokens: int = 0
     sample_prompt: str = "def "
+    sample_prompts: tuple[str, ...] = ()
+    sample_every: int = 0
     signal: str = ""
     watchdog: float = 600.0
     peak_tflops: float = 0.0
@@ -279,7 +287,8 @@ class TrainConfig:
             raise ConfigError(f"train.schedule = {self.schedule!r} is not known. Use one of {', '.join(RATES)}.")
         for name in ("steps", "batch", "accumulate", "evaluate_batches"):
             at_least(f"train.{name}", getattr(self, name), 1, LARGEST_SIZE if name == "batch" else inf)
-        for name in ("seed", "warmup", "decay_steps", "evaluate_every", "checkpoint_every", "keep", "sample_tokens", "watchdog"):
+        periods = ("evaluate_every", "checkpoint_every", "sample_every")
+        for name in (*periods, "seed", "warmup", "decay_steps", "keep", "sample_tokens", "watchdog"):
             at_least(f"train.{name}", getattr(self, name), 0, MOST_SECONDS if name == "watchdog" else inf)
         for name in ("learning_rate", "weight_decay", "clip", "peak_tflops"):
             at_least(f"train.{name}", getattr(self, name), 0)
@@ -304,8 +313,9 @@ class TrainConfig:
             raise ConfigError(
                 f"train.signal = {self.signal!r} is no signal that can ask for an end. Use one of {', '.join(CATCHABLE)}."
             )
-        if not self.sample_prompt:
-            raise ConfigError("train.sample_prompt is empty; give at least one character to continue.")
+        for name, prompts in (("sample_prompt", [self.sample_prompt]), ("sample_prompts", self.sample_prompts)):
+            if not all(prompts):
+                raise ConfigError(f"train.{name} is empty; give at least one character to continue.")
 
     @property
     def copies_checkpoints(self) -> bool:
@@ -329,7 +339,8 @@ class ReplicasConfig:
     zero : 0, each replica keeps all of the optimizer's moments; 1 (ZeRO-1), they are sharded over the replicas, which moves the
         same words; 2, accumulated gradients too, (m+1)/2 times the words with m micro-batches; 3, weights too, 3m/2 times
     bucket : bytes of gradients that are summed over the replicas in one message, at least
-    overlap : whether the gradients of a pipeline chunk are summed while other chunks compute; else after the last backward
+    overlap : whether gradients are summed over replicas in the last backward of a chunk, a bucket as soon as it is complete, and
+        while other chunks compute; else after all backwards
     """
 
     zero: int = 1
@@ -507,6 +518,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     overlap: Overlap = field(default_factory=Overlap)
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+    context: ContextOptions = field(default_factory=ContextOptions)
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
@@ -539,23 +551,55 @@ class Config:
         if self.model.family in SPECIAL_TOKENS:
             self._check_vocabulary()
         self._check_replicas()
+        self._check_contexts()
 
     @property
     def rows(self) -> int:
-        """Rows of one forward and backward pass of one replica: batch / (accumulate · dp)."""
-        return self.train.micro_batch // self.grid.dp
+        """Rows of one forward and backward pass of one replica: batch / (accumulate · dp · ep)."""
+        return self.train.micro_batch // self.grid.replicas
+
+    @property
+    def prompts(self) -> tuple[str, ...]:
+        """The texts that samples continue; none where there are no samples, or the model does not predict the next token."""
+        settings = self.train
+        sampled = settings.sample_tokens and self.model.architecture.causal
+        return (settings.sample_prompt, *settings.sample_prompts) if sampled else ()
+
+    @property
+    def local_model(self) -> ModelConfig:
+        """The model as a grid of x, y, z and d sees it: its sequences are the part of each that a context holds."""
+        return self.model if self.grid.cp == 1 else replace(self.model, sequence=self.model.sequence // self.grid.cp)
 
     def _check_replicas(self) -> None:
-        batch, accumulate, dp = self.train.batch, self.train.accumulate, self.grid.dp
-        if batch % (accumulate * dp):
-            near = batch // (accumulate * dp) * accumulate * dp
-            batches = ", ".join(str(near + step * accumulate * dp) for step in (0, 1, 2) if near + step)
+        batch, accumulate, replicas = self.train.batch, self.train.accumulate, self.grid.replicas
+        self._check_experts()
+        if batch % (accumulate * replicas):
+            near = batch // (accumulate * replicas) * accumulate * replicas
+            batches = ", ".join(str(near + step * accumulate * replicas) for step in (0, 1, 2) if near + step)
             fits = ", ".join(map(str, divisors(batch // accumulate)))
+            axes = "grid.dp" if self.grid.ep == 1 else "grid.dp · grid.ep"
             raise ConfigError(
                 f"train.batch {batch} cannot be divided into train.accumulate = {accumulate} equal micro-batches on each of "
-                f"grid.dp = {dp} replicas. "
-                f"Batches that fit: {batches}. Values of grid.dp that fit batch {batch}: {fits}."
+                f"{axes} = {replicas} replicas. "
+                f"Batches that fit: {batches}. Values of {axes} that fit batch {batch}: {fits}."
             )
+
+    def _check_experts(self) -> None:
+        ep, experts = self.grid.ep, self.model.num_experts
+        if ep > 1 and not experts:
+            raise ConfigError(f"grid.ep is {ep}, but {self.model.family} has no experts to share. Set grid.dp to {ep} instead.")
+        if ep > max(1, experts):
+            raise ConfigError(
+                f"grid.ep is {ep}, but there are model.experts = {experts}: some ranks would hold none. "
+                f"Values of grid.ep that fit: 1 to {experts}."
+            )
+
+    def _check_contexts(self) -> None:
+        if self.grid.cp == 1:
+            return
+        split = ContextSplit(self.grid.cp, 0, self.context)
+        split.check_family(self.model.family, self.model.attention_dropout)
+        split.check(self.model.sequence, self.model.heads)
 
     def check_text(self) -> None:
         """Raise ConfigError for a model that cannot be trained on text, which a dry run can take all the same."""
@@ -656,7 +700,8 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
     free, outer = "scheme" not in table, config.grid.outer
     if ranks % outer:
         raise ConfigError(
-            f"{ranks} rank(s) cannot be divided into {outer} equal parts (grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
+            f"{counted(ranks, 'rank')} cannot be divided into {outer} equal parts "
+            f"(grid.cp {config.grid.cp} · grid.ep {config.grid.ep} · grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
             f"Numbers of ranks that fit: {', '.join(str(outer * many) for many in (ranks // outer, ranks // outer + 1) if many)}."
         )
     kinds = CHOSEN[1 + free], CHOSEN[3 + free]

@@ -7,10 +7,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..columns import counted
 from ..comm.device.select import requested_device
 from ..comm.grid import Place
 from ..dry.bounds import bounded_products
@@ -20,12 +21,14 @@ from ..errors import ConfigError
 from ..files import grid_of
 from ..nn.config import ModelConfig
 from ..nn.context import scheme
+from ..nn.experts.load import GivenLoad
 from ..nn.gradients import norm_and_votes
 from ..nn.models.registry import build
+from ..nn.muon.groups import Grouping, group_plan, grouped
 from ..nn.muon.matrices import LogicalMatrix, matrices_of
 from ..nn.muon.newton_schulz import NewtonSchulz
-from ..nn.muon.owners import dealt
 from ..node_support import why_no_node_memory
+from ..parallel.expert_load import ExpertLoads
 from ..parallel.pipeline import Pipeline
 from ..parallel.states import ParameterState, named_parameters
 from ..table import Column, Table
@@ -140,7 +143,7 @@ class Report(PlacedStep):
         all_ranks = f"{share * self.ranks:,.1f} MiB on all ranks, beside Python itself"
         need = f"needs at most {self.need / MEBI:,.1f} MiB on a rank and {all_ranks}"
         grid = ",".join(f"{name}={size}" for name, size in self.grid.items())
-        title = f"{self.scheme} on {self.ranks} rank(s), grid {grid}, {self.dtype}, recompute {self.recompute}"
+        title = f"{self.scheme} on {counted(self.ranks, 'rank')}, grid {grid}, {self.dtype}, recompute {self.recompute}"
         lines = [(phase, axis) for phase, axes in self.words.items() for axis in axes]
         moved = [
             Column("phase", [phase for phase, _ in lines], left=True),
@@ -200,6 +203,7 @@ def dry_run(
     *,
     ranks_per_node: int | None = None,
     tell: TellCounts = lambda done, total: None,
+    load: Any = None,
     **settings: Any,
 ) -> Report:
     """What a training step takes of each rank, found by running its own program on tensors without memory.
@@ -212,6 +216,8 @@ def dry_run(
     grid : sizes of its axes, as {"x": 2, "z": 2} or "x=2,z=2", in place of the configuration's
     ranks_per_node : consecutive ranks that share a node's memory; without it, 1, and `Report.one_node` has all on one
     tell : is given how many programs of ranks are traced, of how many
+    load : of a mixture's experts, whole numbers of tokens in a step, [layers of experts, E], or of each rank and micro-batch,
+        [ranks, micro-batches, layers of experts, E] (`GivenLoad`); without it all experts take as many
     settings : further keys of the configuration, as scheme="cuboid", train={"batch": 16} or **{"train.batch": 16}
 
     Returns
@@ -239,18 +245,20 @@ def dry_run(
         inner = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {key: value}
         for name, one in inner.items():
             toml.assign(table, name, one)
-    found = predict(from_table(table), ranks_per_node, tell)
+    found = predict(from_table(table), ranks_per_node, tell, load)
     one_node = found.pop("one_node", None)
     return Report(**found, one_node=one_node and PlacedStep(**one_node))
 
 
-def predict(config: Config, ranks_per_node: int | None = None, tell: TellCounts = lambda done, total: None) -> dict[str, Any]:
+def predict(
+    config: Config, ranks_per_node: int | None = None, tell: TellCounts = lambda done, total: None, load: Any = None
+) -> dict[str, Any]:
     """What a step of the configuration would take on its grid, on any number of ranks.
 
     ranks_per_node : how many consecutive ranks share a node. Axes inside a node communicate through its memory, where blocks are
         read and summands added as they lie; the others through MPI, which takes more workspace. Without it, of a grid with every
         rank on a node of its own, and under "one_node" of one with all ranks on one. On a device NCCL carries all axes alike.
-    tell : as of `dry_run`
+    tell, load : as of `dry_run`
 
     Returns
     -------
@@ -271,10 +279,11 @@ def predict(config: Config, ranks_per_node: int | None = None, tell: TellCounts 
     found = {"scheme": config.scheme, "grid": config.grid.axes, "ranks": ranks, "dtype": config.dtype}
     on_device = requested_device(config.device) == "cuda"
     found |= {"recompute": config.recompute, "device": "cuda" if on_device else "cpu"}
-    found |= _placed(config, ranks_per_node or 1, on_device, tell)
+    given = None if load is None else GivenLoad.of(load, config.model, ranks, config.train.accumulate)
+    found |= _placed(config, ranks_per_node or 1, on_device, tell, given)
     if ranks_per_node is not None or ranks == 1 or on_device:
         return found
-    return found | {"one_node": _placed(config, ranks, False, tell)}
+    return found | {"one_node": _placed(config, ranks, False, tell, given)}
 
 
 def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
@@ -304,6 +313,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         config.replicas.zero,
         config.replicas.bucket,
         config.replicas.overlap,
+        config.context,
     )
 
 
@@ -313,12 +323,14 @@ def training_of(config: Config) -> Training:
     def optimizer(pipeline: Pipeline, states: Sequence[ParameterState]) -> Ending:
         replicas = pipeline.replicas
         assert replicas is not None
-        taken = new_optimizer(states, config.train, replicas.grid)
+        taken, loads = new_optimizer(states, config.train, replicas.grid), ExpertLoads.of(pipeline.model, states)
 
         def update() -> None:
             replicas.finish()
             replicas.settle(total([], pipeline.axis))
             norm_and_votes(taken.counted_gradients(), replicas.grid)
+            if loads is not None:
+                loads.take()
             replicas.update(lambda: taken.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
 
         written = sum(block.tensor.nbytes for block in own_blocks(taken) if block.sharding.is_primary(replicas.grid))
@@ -330,32 +342,54 @@ def training_of(config: Config) -> Training:
     return Training(lambda model, states: working_weights(model, states, torch_dtype(config.dtype)), optimizer, shares)
 
 
+class MatrixShare(NamedTuple):
+    """What a rank orthogonalises: the shapes of its matrices, ascending; of how many ranks of a group it is which."""
+
+    shapes: tuple[tuple[int, int], ...]
+    size: int
+    place: int
+
+
 class MatrixShares:
-    """The shapes of the matrices that each rank orthogonalises with train.optimizer = "muon"."""
+    """The matrices that each rank orthogonalises with train.optimizer = "muon", alone or in a group."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._dealt = cache(self._of_stage)
+        muon = config.train.muon
+        self._config, self._how = config, NewtonSchulz(steps=muon.steps)
+        self._dtype = "bfloat16" if muon.dtype == "bfloat16" else master_dtype(config.dtype)
+        self._grouped = cache(self._of_stage)
+        self._places: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
 
-    def of(self, setting: Setting, rank: int) -> tuple[tuple[int, int], ...]:
-        """The shapes of a rank's matrices, ascending."""
-        at, shape = setting.topology.coordinates_of(rank), setting.topology.shape
-        layers, stages = setting.model.layers, setting.stages
+    def of(self, setting: Setting, rank: int) -> MatrixShare:
+        """What a rank orthogonalises."""
+        topology = setting.topology
+        at, layers, stages = topology.coordinates_of(rank), setting.model.layers, setting.stages
         if stages is not None:
             layers = sum(many for many, home in zip(stages.layers, stages.homes, strict=True) if home == at["pp"])
-        axes = [axis for axis in shape if axis != "pp"]
-        member = sum(at[axis] * prod(shape[inner] for inner in axes[place + 1 :]) for place, axis in enumerate(axes))
-        return self._dealt(layers, prod(shape[axis] for axis in axes))[member]
+        key = topology.order, *topology.shape.items(), *topology.tile.items(), at.get("pp")
+        if key not in self._places:
+            members = topology.members([axis for axis in topology.shape if axis != "pp"], at)
+            ordered = {member: place for place, member in enumerate(sorted(members))}
+            self._places[key] = {member: (number, ordered[member]) for number, member in enumerate(members)}
+        number, place = self._places[key][rank]
+        shapes, found = self._grouped(layers, len(self._places[key]))
+        size = found.size
+        group = number if size == 1 else place // size
+        own = (shape for shape, owner in zip(shapes, found.owners, strict=True) if owner == group)
+        return MatrixShare(tuple(sorted(own)), size, place % size)
 
-    def _of_stage(self, layers: int, members: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """The shapes of each member of a stage of so many layers."""
+    def flops_of(self, setting: Setting, rank: int) -> int:
+        """The flops of what a rank orthogonalises; of a group, those of the member that does most."""
+        share = self.of(setting, rank)
+        if share.size == 1:
+            return sum(self._how.flops(*shape) for shape in share.shapes)
+        plans = (group_plan(*sorted(shape), share.size, self._dtype) for shape in share.shapes)
+        return sum(2 * self._how.steps * plan.multiply_adds for plan in plans)
+
+    def _of_stage(self, layers: int, members: int) -> tuple[list[tuple[int, int]], Grouping]:
+        """The shapes of the matrices of a stage of so many layers, and who computes them."""
         shapes = layers * [matrix.shape for matrix in self._of_block]
-        how = NewtonSchulz(steps=self._config.train.muon.steps)
-        owners = dealt([how.flops(*shape) for shape in shapes], members)
-        mine: list[list[tuple[int, int]]] = [[] for _ in range(members)]
-        for shape, owner in zip(shapes, owners, strict=True):
-            mine[owner].append(shape)
-        return tuple(tuple(sorted(one)) for one in mine)
+        return shapes, grouped(shapes, members, self._how, self._dtype, self._config.train.muon.group)
 
     @cached_property
     def _of_block(self) -> list[LogicalMatrix]:
@@ -366,10 +400,10 @@ class MatrixShares:
         return [matrix for p in hidden for matrix in matrices_of("", p.sharding, p.joined)]
 
 
-def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCounts) -> dict[str, Any]:
+def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCounts, load: GivenLoad | None) -> dict[str, Any]:
     """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
-    first = setting_of(config, 0, ranks_per_node, on_device)
-    first.layouts.check(config.model, config.rows)
+    first = replace(setting_of(config, 0, ranks_per_node, on_device), load=load)
+    first.check()
     found = {rank: (step, many) for rank, many, step in steps(first, training_of(config), tell)}
     held = {rank: step.bytes() for rank, (step, _) in found.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])

@@ -18,6 +18,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from .. import preemption
+from ..columns import counted
 from ..comm.axis import Axis
 from ..comm.health import flight, watchdog
 from ..comm.health.failure import telling_where
@@ -28,9 +29,10 @@ from ..files import read_json, replacing
 from ..nn.copies import Named, compare
 from ..nn.gradients import norm_and_votes
 from ..nn.layers.dropout import Batch
-from ..nn.models.base import Inputs, LanguageModel
-from ..node_support import watchdog_seconds
+from ..nn.models.base import Inputs
+from ..node_support import load_average, watchdog_seconds
 from ..parallel.critical import in_words, replay
+from ..parallel.expert_load import ExpertLoads
 from ..parallel.replicas import replica_rows
 from ..parallel.states import named_parameters
 from . import metrics
@@ -40,14 +42,14 @@ from .config import Config
 from .device import on_device, peak_device_memory
 from .generate import load, sample
 from .lease import Lease
-from .loss_plot import draw_loss
+from .loss_plot import draw_load, draw_loss
 from .metrics import MetricsWriter, StepMetrics, Stopwatch
 from .on_root import on_root
 from .optimizer import clip_factor, learning_rate
 from .precision import torch_dtype
 from .prepare import Run, Votes, prepare
 from .progress import Progress
-from .utilization import StepWork, load_average, model_flops, peak_flops
+from .utilization import StepWork, model_flops, peak_flops
 
 WRITING = 1 << 26
 """The vote of a rank that writes a checkpoint: more than all the ranks that may be asked to end."""
@@ -90,7 +92,8 @@ def train(
 
     Parameters
     ----------
-    folder : the run folder, which receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json
+    folder : the run folder, which receives config.toml, metrics.jsonl, checkpoints/step-N/, loss.png and summary.json,
+        and of a mixture load.png
     resume : whether to continue from the newest complete checkpoint in `folder`, which any grid may have written
     overwrite : whether to delete the checkpoints in `folder` and start again
     traced : steps to write as a trace
@@ -178,6 +181,10 @@ def run_steps(
                 progress.say(in_words(replay(run.pipeline.schedule(settings.accumulate), of_ranks)))
         if _due(number, settings.evaluate_every, settings.steps):
             step.validation_loss = evaluate(run)
+        if settings.sample_every and number % settings.sample_every == 0 and number < settings.steps:
+            step.samples = continued_on_grid(run)
+            for text in step.samples:
+                progress.say(f"step {number}, sample: {text!r}")
         recorder.post(step)
         progress.step(step, recorder.core_time)
         ends = bool(run.votes.asked) and number < settings.steps
@@ -213,10 +220,19 @@ def take_step(run: Run, number: int) -> StepMetrics:
         norm, votes = norm_and_votes(run.optimizer.counted_gradients(), run.grid, votes)
         run.votes = Votes(*divmod(votes, WRITING))
         norm /= scale
-        rate = learning_rate(number, settings)
+        rate, loads = learning_rate(number, settings), ExpertLoads.of(run.model, run.optimizer.states.values())
+        counts = None if loads is None else loads.take()
+
+        def update() -> None:
+            run.optimizer.step(rate, clip_factor(norm, settings.clip, scale))
+            if loads is not None and counts is not None:
+                loads.move(counts)
+
         if run.loss_scale.accepts(number, loss, norm):
-            run.replicas.update(lambda: run.optimizer.step(rate, clip_factor(norm, settings.clip, scale)))
+            run.replicas.update(update)
     step = StepMetrics(number, loss, norm, rate, tokens=settings.batch * run.config.model.sequence)
+    if counts is not None:
+        step.expert_tokens = counts.tolist()
     if run.loss_scale.dynamic:
         step.loss_scale, step.skipped_steps = scale, run.loss_scale.skipped
     stopwatch.stop(step)
@@ -248,7 +264,7 @@ def accumulate(run: Run, number: int) -> list[Tensor]:
         first_row = micro * settings.micro_batch + replica_rows(run.grid, settings.micro_batch).start
         rows = run.objective.training(settings.seed, number - 1, first_row, run.config.rows)
         inputs = on_device(rows, run.device)
-        return inputs, run.model.batch_of(inputs, number - 1, first_row, **counts)
+        return inputs, run.model.batch_of(inputs, number - 1, first_row, **counts, step_rows=settings.batch)
 
     with ExitStack() as copies:  # made once a step; they end with the last forward, and its backward frees each that it has used
         copies.enter_context(run.working_weights())
@@ -285,11 +301,11 @@ def evaluate(run: Run) -> float:
 
 
 def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress) -> dict[str, Any]:
-    """Continue the sample prompt, draw loss.png and write summary.json; collective. Returns the summary on every rank."""
-    comm, text = run.grid.comm, None
-    if run.config.train.sample_tokens and isinstance(run.model, LanguageModel):
+    """Continue the sample prompts, draw loss.png and write summary.json; collective. Returns the summary on every rank."""
+    comm = run.grid.comm
+    if run.config.prompts:
         progress.doing(f"sampling {run.config.train.sample_tokens} tokens")
-        text = continue_prompt(run)
+    texts = continued(run)
     entries = metrics.read(run.folder / "metrics.jsonl") if comm.rank == 0 else []
     plot = _draw(run, progress) if comm.rank == 0 else None
     peak, device_peak = comm.allreduce(metrics.peak_memory()), comm.allreduce(peak_device_memory(run.device))
@@ -298,7 +314,8 @@ def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress
     summary = _account(run, account, entries, seconds)
     blocked, cpu = (0.0, 0.0) if run.writer is None else (run.writer.blocked, run.writer.cpu)
     summary |= {"checkpoint_blocked_seconds": comm.allreduce(blocked, MPI.MAX), "checkpoint_cpu_seconds": comm.allreduce(cpu)}
-    summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot, "sample": text}
+    summary |= {"peak_memory_bytes": peak, "peak_device_bytes": device_peak, "plot": plot}
+    summary |= {"sample": texts[0] if texts else None, "samples": texts}
     if comm.rank == 0:
         with replacing(run.folder / "summary.json") as new:
             new.write_text(json.dumps(summary, indent=1) + "\n")
@@ -315,19 +332,28 @@ def preempted_at(run: Run, progress: Progress) -> dict[str, Any]:
     return {"run": os.fspath(run.folder), "step": run.done, "preempted": asked}
 
 
-def continue_prompt(run: Run) -> str:
-    """The sample at the end of a run: a small model is run by rank 0 alone, a large one on the grid."""
-    settings = run.config.train
-    if settings.keep and _parameters(run) < ONE_RANK_PARAMETERS:
+def continued(run: Run) -> list[str]:
+    """The samples at the end of a run, if it has some: a small model is run by rank 0 alone, a large one on the grid."""
+    prompts, settings = run.config.prompts, run.config.train
+    if not (prompts and settings.keep and _parameters(run) < ONE_RANK_PARAMETERS):
+        return continued_on_grid(run)
 
-        def on_one_rank() -> str:
-            model, context, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
-            return sample(model, context, config.model, tokenizer, settings.sample_prompt, settings.sample_tokens)
+    def on_one_rank() -> list[str]:
+        model, context, config, tokenizer = load(run.folder, MPI.COMM_SELF, run.device)
+        of = model, context, config.model, tokenizer
+        return [sample(*of, prompt, settings.sample_tokens) for prompt in prompts]
 
-        return on_root(run.grid.comm, on_one_rank, CheckpointError)
-    with run.working_weights():
-        what = (run.tokens.tokenizer, settings.sample_prompt, settings.sample_tokens)
-        return sample(run.model, run.model.context, run.config.model, *what, pipeline=run.pipeline)
+    return on_root(run.grid.comm, on_one_rank, CheckpointError)
+
+
+def continued_on_grid(run: Run) -> list[str]:
+    """The continued prompts, by the weights as they are, on every rank; none where the run has no samples."""
+    prompts, tokens = run.config.prompts, run.config.train.sample_tokens
+    if not prompts:
+        return []
+    of = run.model, run.model.context, run.config.model, run.tokens.tokenizer
+    with run.working_weights(), run.grid.ledger.phase("other"):
+        return [sample(*of, prompt, tokens, pipeline=run.pipeline) for prompt in prompts]
 
 
 def _account(run: Run, account: metrics.Account, entries: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
@@ -373,6 +399,9 @@ def _draw(run: Run, progress: Progress) -> str | None:
     try:
         with replacing(path) as new:
             draw_loss([run.folder], [new])
+        if run.config.model.num_experts:
+            with replacing(run.folder / "load.png") as new:
+                draw_load(run.folder, [new])
     except ImportError as error:
         numbers = run.folder / "metrics.jsonl"
         progress.say(f"{path.name} was not drawn: {error}. Install summa3d[plot]; {numbers} holds the numbers.")
@@ -383,7 +412,7 @@ def _draw(run: Run, progress: Progress) -> str | None:
 def _opening(run: Run) -> str:
     imported = checkpoint.newest(run.checkpoints) is not None  # training writes no checkpoint before its first step
     start = f"resumed after step {run.done}" if run.done else f"from the {'imported weights' if imported else 'start'}"
-    where = f"{run.grid.size} rank(s), grid {run.config.grid}, {run.config.dtype} on {run.device.type}"
+    where = f"{counted(run.grid.size, 'rank')}, grid {run.config.grid}, {run.config.dtype} on {run.device.type}"
     return (
         f"{_parameters(run):,} parameters on {where}; "
         f"{len(run.tokens.train):,} training and {len(run.tokens.validation):,} validation tokens; {start}"

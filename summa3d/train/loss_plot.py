@@ -1,4 +1,4 @@
-"""The plot of runs: training and validation loss over steps and tokens, with a mark where a run was resumed."""
+"""The plots of runs: training and validation loss over steps and tokens; the load of experts over steps."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from .config import Config, GridConfig, load, read_table, to_table
 
 WINDOW = 50
 """The smooth line of the training loss is the mean over the last 1/WINDOW of a run's steps."""
+COLUMNS = 400
+"""The most columns of the picture of loads, each the mean of some steps."""
 CHARACTERS = 78
 """Characters of a line of text below or above the panels."""
 
@@ -95,6 +97,36 @@ def draw_loss(folders: Sequence[Path], paths: Sequence[Path]) -> None:
     Raises DataError where a folder holds no run, and ImportError where matplotlib is not installed.
     """
     draw(partial(fill, curves=[LossCurve.of(folder) for folder in folders]), paths)
+
+
+def draw_load(folder: Path, paths: Sequence[Path]) -> None:
+    """Draw how many tokens each expert of a run took over its steps, and how evenly; the endings of `paths` select the formats.
+
+    Raises DataError where the folder holds no step of a mixture of experts, and ImportError where matplotlib is not installed.
+    """
+    entries = [entry for entry in metrics.read(folder / "metrics.jsonl") if "expert_tokens" in entry]
+    if not entries:
+        raise DataError(f"{folder} holds no step of a mixture of experts: its metrics.jsonl has no expert_tokens.")
+    draw(partial(fill_load, entries=entries), paths)
+
+
+def fill_load(figure: Any, entries: Sequence[dict[str, Any]]) -> None:
+    """Draw the experts' loads, in layers' sums, as colours over steps, and the layers' entropies below."""
+    tokens = torch.tensor([entry["expert_tokens"] for entry in entries], dtype=torch.float64).sum(1)  # [steps, E]
+    parts = (tokens / tokens.mean(1, keepdim=True)).tensor_split(min(len(entries), COLUMNS))
+    load, steps = torch.stack([part.mean(0) for part in parts], 1), [entry["step"] for entry in entries]
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    figure.set_size_inches(COLUMN, 3.2)
+    extent = (steps[0] - 0.5, steps[-1] + 0.5, len(load) - 0.5, -0.5)
+    heat = above.imshow(load, aspect="auto", interpolation="nearest", extent=extent, vmin=0.0, vmax=max(2.0, load.max().item()))
+    above.set(ylabel="expert")
+    above.grid(visible=False)
+    figure.colorbar(heat, ax=above, label="tokens / mean")
+    for layer, entropies in enumerate(zip(*(entry["expert_entropy"] for entry in entries), strict=True)):
+        below.plot(steps, entropies, color=look(layer)["color"])
+    below.set(xlabel="step", ylabel="entropy", ylim=(None, 1.02))
+    about = "colour: an expert's tokens, of all layers, over the mean; lines: entropy of each layer's shares, 1 where even"
+    figure.supxlabel(wrapped(about, CHARACTERS), x=0.01, ha="left", **CAPTION)
 
 
 def fill(figure: Any, curves: Sequence[LossCurve]) -> None:

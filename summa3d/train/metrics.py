@@ -2,7 +2,8 @@
 
 Keys of a line: step, loss, grad_norm, learning_rate, tokens_per_second, seconds, words_per_rank (the largest over ranks),
 model_flops_per_second and mfu (see `StepWork`), arithmetic_share and idle_share; where words were moved, communication_share,
-waited_seconds and exposed_communication (see `CoreTime`); where they exist, validation_loss, loss_scale and skipped_steps.
+waited_seconds and exposed_communication (see `CoreTime`); where they exist, validation_loss, samples (texts), loss_scale and
+skipped_steps; of a mixture, by layer of experts, expert_tokens (of each expert) and expert_entropy (1 where all have as many).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import isfinite, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,8 +54,10 @@ class StepMetrics:
     communication_seconds: float = 0.0
     waited_seconds: float = 0.0
     validation_loss: float | None = None
+    samples: list[str] | None = None
     loss_scale: float | None = None
     skipped_steps: int | None = None
+    expert_tokens: list[list[int]] | None = None
 
 
 class Stopwatch:
@@ -257,7 +260,7 @@ class MetricsWriter:
         self._write(self._file)
         if self._board is not None:
             for name, value in entry.items():
-                if name != "step" and value is not None:
+                if name != "step" and value is not None and not isinstance(value, list):
                     self._board.add_scalar(name, value, step.step)
 
     def _write(self, file: Any) -> None:
@@ -293,8 +296,20 @@ def line(step: StepMetrics, words: int, core_time: CoreTime) -> dict[str, Any]:
         "words_per_rank": words,
         **core_time.entries(),
     }
-    optional = ("validation_loss", "loss_scale", "skipped_steps")
-    return entry | {name: value for name in optional if (value := getattr(step, name)) is not None}
+    optional = ("validation_loss", "samples", "loss_scale", "skipped_steps", "expert_tokens")
+    entry |= {name: value for name in optional if (value := getattr(step, name)) is not None}
+    return entry if step.expert_tokens is None else {**entry, "expert_entropy": entropies(step.expert_tokens)}
+
+
+def entropies(counts: Sequence[Sequence[int]]) -> list[float]:
+    """How even the loads of experts are, by layer: the entropy of the experts' shares of the tokens over its maximum, log E.
+
+    >>> entropies([[4, 4], [8, 0]])
+    [1.0, 0.0]
+    """
+    shares = [[count / sum(row) for count in row if count] for row in counts]
+    found = [sum(share * log(1 / share) for share in of) for of in shares]
+    return [one / log(len(row)) if len(row) > 1 else 1.0 for one, row in zip(found, counts, strict=True)]
 
 
 def finite(value: float) -> float | None:

@@ -105,9 +105,9 @@ class MuonAdamW(AdamW):
     """Muon on the matrices of blocks, and AdamW on all other parameters, with one learning rate and decay.
 
     Muon's moment, in its state's sharding of moments, is torch.optim.Muon's momentum buffer: one word per element. What is
-    orthogonalised is whole on an owner each (`nn.muon.owners`); q, k and v of a fused weight are matrices of their own.
-    Making it is collective. A step moves the words of `owners.plan`, over all axes but a pipeline's. Matrices of a weight without
-    a gradient travel as zeros, so that words stay the plan's.
+    orthogonalised is whole on an owner each, or in parts on a group of ranks (`nn.muon.owners`); q, k and v of a fused weight are
+    matrices of their own. Making it is collective. A step moves the words of `owners.plan`, over all axes but a pipeline's.
+    Matrices of a weight without a gradient travel as zeros, so that words stay the plan's.
     """
 
     def __init__(self, states: Sequence[ParameterState], config: TrainConfig, grid: BaseGrid) -> None:
@@ -117,7 +117,9 @@ class MuonAdamW(AdamW):
         how = NewtonSchulz(settings.coefficients, settings.steps, settings.eps, dtype)
         hidden = (self.states[name] for name in self.moments.get(MUON_MOMENTS[0], {}))
         matrices = [(one.name, one.shardings.moments, getattr(one.parameter, "joined", (1, 1))) for one in hidden]
-        self.owners = MatrixOwners([matrix for one in matrices for matrix in matrices_of(*one)], grid, how)
+        found = [matrix for one in matrices for matrix in matrices_of(*one)]
+        own = states[0].weight.dtype if states else torch.float32
+        self.owners = MatrixOwners(found, grid, how, own, settings.group)
         self._shapes = {matrix.weight: matrix.shape for matrix in self.owners.plan.matrices}
 
     @torch.no_grad()

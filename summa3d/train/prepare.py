@@ -18,8 +18,9 @@ from ..comm.grid import BaseGrid, Grid
 from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError, Summa3dError
 from ..files import check_no_link
-from ..nn.context import Context, scheme
+from ..nn.context import Context, check_split, scheme
 from ..nn.models.registry import Model, build
+from ..parallel.expert_load import ExpertLoads
 from ..parallel.pipeline import Pipeline, chunks_of, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.states import ParameterState, states_of
@@ -110,7 +111,7 @@ def prepare(
     config.check_text()
     device = open_device(config.device, comm, config.tf32)
     grid, context = open_grid(config, comm, device)
-    context.scheme.check(config.model, config.rows)
+    check_split(context.contexts, context.scheme, config.model, config.rows)
     if config.train.tensorboard:
         on_root(comm, check_tensorboard, ConfigError)
     on_root(comm, lambda: open_folder(folder, resume, overwrite, lease, progress), ConfigError, folder=folder)
@@ -150,17 +151,19 @@ def open_pipeline(config: Config, model: Model, states: Sequence[ParameterState]
     dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
     pipeline = Pipeline(model, how.schedule, config.rows, dtype, replicas, overlap, how.scatter)
     pipeline.check(config.train.accumulate)
+    ExpertLoads.of(model, states)  # makes its communicator
     grid.seal()
     return replicas, pipeline
 
 
 def check_prompt(config: Config, corpus: tokens.Tokens) -> None:
-    """Raise DataError for a sample prompt that the tokenizer cannot read: now, and not when the run ends."""
-    if config.train.sample_tokens and config.model.architecture.causal:
+    """Raise DataError for a sample prompt that the tokenizer cannot read: now, and not when it is continued."""
+    for number, prompt in enumerate(config.prompts):
         try:
-            corpus.tokenizer.encode(config.train.sample_prompt.encode())
+            corpus.tokenizer.encode(prompt.encode())
         except DataError as error:
-            raise DataError(f"train.sample_prompt: {error} With train.sample_tokens=0 none is read.") from error
+            name = "sample_prompts" if number else "sample_prompt"
+            raise DataError(f"train.{name}: {error} With train.sample_tokens=0 none is read.") from error
 
 
 def rule_before(before: BlasRule | None, grid: BaseGrid, progress: Progress) -> BlasRule:
@@ -212,7 +215,7 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
     order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, config.grid.check, shared, transport=config.transport)
-    context = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap)
+    context = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap, config.context)
     if config.grid.pp > 1:
         how = config.pipeline
         stages = stages_of(how.schedule, config.grid.pp, how.chunks, config.model.layers, how.counts)

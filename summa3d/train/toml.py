@@ -45,12 +45,13 @@ def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known
 
 
 def dump(settings: Any) -> dict[str, Any]:
-    """The TOML table of a dataclass: the inverse of `build`. Fields with the value None are left out."""
+    """The TOML table of a dataclass: the inverse of `build`. Fields with the value None, and tables of such, are left out."""
     table: dict[str, Any] = {}
     for field in fields(settings):
         value = getattr(settings, field.name)
         if is_dataclass(value):
-            table[field.name] = dump(value)
+            if inner := dump(value):
+                table[field.name] = inner
         elif isinstance(value, tuple):
             table[field.name] = list(value)
         elif value is not None:
@@ -150,6 +151,8 @@ def convert(key: str, value: Any, kind: Any) -> Any:
         origin, inner = typing.get_origin(one), typing.get_args(one)
         if one is float and type(value) is int:
             return float(value)
+        if origin is tuple and isinstance(value, (list, tuple)):
+            inner = len(value) * inner[:1] if inner[-1] is Ellipsis else inner
         if origin is tuple and isinstance(value, (list, tuple)) and len(value) == len(inner):
             return tuple(convert(key, item, part) for item, part in zip(value, inner, strict=True))
         if origin is dict and isinstance(value, Mapping):
@@ -176,14 +179,14 @@ def alternatives(kind: Any) -> tuple[Any, ...]:
 def describe(kind: Any) -> str:
     """The name of a type in error messages.
 
-    >>> describe(int | None), describe(tuple[float, float])
-    ('an integer', 'a list of 2 numbers')
+    >>> describe(int | None), describe(tuple[float, float]), describe(tuple[str, ...])
+    ('an integer', 'a list of 2 numbers', 'a list of texts')
     """
     words = []
     for one in alternatives(kind):
         origin, inner = typing.get_origin(one), typing.get_args(one)
         if origin is tuple:
-            words.append(f"a list of {len(inner)} numbers")
+            words.append("a list of texts" if inner[-1] is Ellipsis else f"a list of {len(inner)} numbers")
         elif origin is dict:
             words.append("a table of integers, as in {x = 2, y = 2}")
         elif one is not type(None):

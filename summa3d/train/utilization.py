@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from math import prod
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..gemm.local.multiply import multiply
+from ..node_support import load_average
 from ..parallel.states import named_parameters
 
 if TYPE_CHECKING:
@@ -53,23 +53,20 @@ class StepWork:
         return replace(self, peak=peak, load=load) if peak > self.peak else self
 
 
-def load_average() -> float | None:
-    """The load average of the last minute, where the system has one."""
-    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-
-
 def model_flops(model: Model, config: ModelConfig, rows: int) -> int:
     """The FLOPs of forward and backward over `rows` sequences, by the usual count: recomputation adds none.
 
     6 for every token and element of a matrix that multiplies it, and 12 · layers · sequence · hidden for every token in attention
-    (Chowdhery et al. 2022, appendix B). Tables that are looked up do not count; a head that shares one does.
+    (Chowdhery et al. 2022, appendix B). Tables that are looked up do not count; a head that shares one does. Of a
+    layer's experts those count that a token goes to.
     """
     lookups = LOOKUPS if config.tied else (*LOOKUPS, "embedding.weight")
     products = 0
     for name, p in named_parameters(model):
         if p.decay and name not in lookups:
-            products += prod(p.sharding.shape) * (1 if name in FIRST_TOKEN else config.sequence)
-    return rows * (6 * products + 12 * config.layers * config.sequence**2 * config.hidden)
+            elements = prod(p.sharding.shape) * (1 if name in FIRST_TOKEN else config.sequence)
+            products += elements * config.num_chosen // config.num_experts if ".experts." in name else elements
+    return rows * (6 * products + 12 * config.layers * config.sequence**2 * config.attention_width)
 
 
 def peak_flops(settings: TrainConfig, grid: BaseGrid, device: torch.device, dtype: torch.dtype) -> float:

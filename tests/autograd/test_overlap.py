@@ -99,10 +99,10 @@ def check(
             check_same(steps(model, recompute, dtype), want[recompute], (name, grid, family, overlap, recompute))
 
 
-@pytest.mark.pairs
 @pytest.mark.mpi(sizes=tuple(CUBOIDS))
 @pytest.mark.parametrize("recompute", RECOMPUTE, ids=[f"{kind}{layers}" for kind, layers in RECOMPUTE])
 @pytest.mark.parametrize(("family", "regather", "node_memory"), CASES)
+@pytest.mark.turns
 def test_all_switches_on_change_no_bit_and_no_word(make_grid, world_size, family, regather, node_memory, recompute):
     grid = make_grid(check=False, node_memory=node_memory, **CUBOIDS[world_size])
     check(grid, "cuboid", family, regather, [ALL], [recompute])

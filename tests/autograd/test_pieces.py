@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from gradients import close, operands
 
 from summa3d.autograd import matmul, product
 from summa3d.autograd.deferred import PassState, run_deferred
-from summa3d.autograd.differentiable import InFlight, PiecedCuboidProduct
+from summa3d.autograd.differentiable import InFlight, PiecedCuboidProduct, ShardedProduct
+from summa3d.comm.axis import Axis
 from summa3d.errors import AgreementError
-from summa3d.gemm import CuboidPlan, volume
+from summa3d.gemm import Cuboid, CuboidPlan, volume
+from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
-from summa3d.layout import Layout, distribute
+from summa3d.gemm.pieces.behind import TAG
+from summa3d.gemm.pieces.executor import Rounds
+from summa3d.layout import Layout, distribute, split_sizes
 
 M, N, K = 29, 23, 31
 GRIDS = {2: (1, 2, 1), 4: (2, 2, 1), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
@@ -30,7 +36,7 @@ def gradients(grid, plan, regather, dtype=torch.float64, state=None):
         for value, layout in ((a, plan.a_layout), (b, plan.b_layout), (bias, columns))
     ]
     bound = product(plan, grid, regather, grid[plan.c_layout.dims[0]], None, InFlight(state=state))
-    assert isinstance(bound, PiecedCuboidProduct)
+    assert isinstance(bound, PiecedCuboidProduct) == isinstance(plan, CuboidPlan)
     with grid.ledger.watch() as forward:
         c = matmul(*local[:2], bound, local[2])
     with grid.ledger.watch() as backward:
@@ -76,6 +82,54 @@ def test_a_nodes_memory_gradients_and_16_bits_take_the_same_path(make_grid, worl
                 one = volume.gradients(CuboidPlan("nn", M, N, K), grid.shape, regather).cost_of(grid.coordinates)
                 of_bias = volume.all_reduce(found[-1][0].numel(), plan.c_layout.dims[0], grid.shape, grid.coordinates)
                 assert backward.messages == one.messages + of_bias.messages
+
+
+OTHERS = {
+    2: [("summa", {"x": 1, "y": 2}), ("oned-column", {"y": 2}), ("oned-row", {"y": 2})],
+    3: [("oned-column", {"y": 3}), ("oned-row", {"y": 3})],
+    6: [("summa", {"x": 2, "y": 3})],
+}
+
+
+@pytest.mark.mpi(sizes=tuple(OTHERS))
+def test_gradients_of_panels_and_of_sums_in_pieces_are_torchs_too(make_grid, world_size):
+    """Forward and backward move the words of one piece in the messages of the plan."""
+    for name, axes in OTHERS[world_size]:
+        for node_memory in (False, True)[: 2 if world_size == 2 else 1]:
+            grid = make_grid(**axes, node_memory=node_memory)
+            for turn, form in enumerate(("nn", "nt", "tn")):
+                plan = ALGORITHMS[name].plan(form, M, N, K, pieces=2 + turn)
+                found, forward, backward = gradients(grid, plan, True)
+                for got, want, layout in found:
+                    assert close(got, grid, layout, want), (plan, layout)
+                at, staged = grid.coordinates, grid.staged
+                rows = plan.c_layout.dims[0]
+                of_bias = volume.all_reduce(found[-1][0].numel(), rows, grid.shape, at)
+                once = volume.of_plan(plan, grid.shape, staged=staged).cost_of(at)
+                twice = volume.gradients(plan, grid.shape, staged=staged).cost_of(at)
+                assert (forward.words, forward.messages) == (once.words, once.messages), plan
+                moved = twice.words + of_bias.words, twice.messages + of_bias.messages
+                assert (backward.words, backward.messages) == moved, plan
+                whole = [
+                    sum(cost.words for cost in of(replace(plan, pieces=1), grid.shape).costs())
+                    for of in (volume.of_plan, volume.gradients)
+                ]
+                cut = [sum(cost.words for cost in of(plan, grid.shape).costs()) for of in (volume.of_plan, volume.gradients)]
+                assert cut == whole, plan
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_sums_of_da_travel_while_db_is_multiplied(make_grid):
+    grid, plan = make_grid(y=2, node_memory=False), ALGORITHMS["oned-column"].plan("nn", 64, 512, 512, pieces=3)
+    a, b, _, dc = (whole.detach() for whole in operands(plan))
+    bound = product(plan, grid)
+    _, (kept_a, kept_b) = bound.forward(distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout))
+    shared = bound.share(distribute(dc, grid, plan.c_layout))
+    first = bound.start_grad_a(shared, kept_b)
+    assert len(first._sums) == 3
+    second = bound.start_grad_b(shared, kept_a)
+    assert close(second.wait(), grid, plan.b_layout, a.T @ dc) and close(first.wait(), grid, plan.a_layout, dc @ b.T)
+    assert first.done and first.wait() is first.wait()
 
 
 @pytest.mark.mpi(sizes=(8,))
@@ -131,3 +185,59 @@ def test_where_nothing_is_cut_nothing_is_multiplied_in_slabs(make_grid, monkeypa
             counts.append(len(calls) - sum(counts))
         assert counts == [1, 1, 1] if node_memory else min(counts) > 1
         calls.clear()
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_what_is_gathered_behind_begins_no_piece_while_what_is_waited_for_is_under_way(make_grid, monkeypatch):
+    """So that a piece of it delays what is waited for, and no second one does; it moves the words of a gather."""
+    grid, plan = make_grid(x=2, y=2, z=1, node_memory=False), CuboidPlan("nn", 512, 256, 384, b_fine=1, pieces=5)
+    a, b = (whole.detach() for whole in operands(plan)[:2])
+    blocks = distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout)
+    cuboid, events = Cuboid(plan, grid), []
+    receive, take = Axis.start_receive, Rounds._take
+
+    def noted(axis, array, source, tag=0):
+        events.append("behind" if tag == TAG else "posted")
+        return receive(axis, array, source, tag)
+
+    monkeypatch.setattr(Axis, "start_receive", noted)
+    monkeypatch.setattr(Rounds, "_take", lambda rounds: (take(rounds), events.append("arrived"))[0])
+    with grid.ledger.watch() as moved:
+        gathered = cuboid.start_gather_b(blocks[1], behind=True)
+        for _ in range(2):
+            c = cuboid.run(*blocks)
+        whole = gathered.wait()
+    under_way = 0
+    for event in events:
+        under_way += {"posted": 1, "arrived": -1, "behind": 0}[event]
+        assert event != "behind" or under_way == 0, events
+    assert events[0] == "behind" and events.count("behind") == plan.pieces and gathered.done and gathered.wait() is whole
+    coarse = Layout((plan.z,), (plan.y,))
+    assert torch.equal(whole, distribute(b, grid, coarse)) and close(c, grid, plan.c_layout, a @ b)
+    once = volume.of_plan(plan, grid.shape).cost_of(grid.coordinates)
+    of_b = volume.gather(plan.b_layout, plan.b_shape, plan.x, grid.shape, grid.coordinates)
+    assert (moved.words, moved.messages) == (2 * once.words + of_b.words, 2 * once.messages + plan.pieces)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_weights_that_replicas_share_move_in_the_pieces_of_their_product(make_grid):
+    """ZeRO-3: B is gathered over the replicas as a whole, dB is summed over them, and the product itself moves in pieces."""
+    job = make_grid(x=1, y=2, z=1, dp=2, node_memory=False)
+    grid, replicas = job.part("x", "y", "z"), job["dp"]
+    plan, generator = CuboidPlan("nn", M, N, K, pieces=3), torch.Generator().manual_seed(5)
+    a, dc = (torch.randn((2, *shape), generator=generator, dtype=torch.float64) for shape in (plan.a_shape, plan.c_shape))
+    b = torch.randn(plan.b_shape, generator=generator, dtype=torch.float64)
+    sizes, mine = split_sizes(K, 2), replicas.index
+    shard = distribute(b, grid, plan.b_layout).split(sizes)[mine].clone().requires_grad_()
+    block = distribute(a[mine], grid, plan.a_layout).requires_grad_()
+    bound = ShardedProduct(product(plan, grid), replicas, sizes, False)
+    assert isinstance(bound.product, PiecedCuboidProduct)
+    with grid.ledger.watch() as moved:
+        c = matmul(block, shard, bound)
+        c.backward(distribute(dc[mine], grid, plan.c_layout))
+    assert close(c, grid, plan.c_layout, a[mine] @ b) and close(block.grad, grid, plan.a_layout, dc[mine] @ b.T)
+    want = distribute(a[0].T @ dc[0] + a[1].T @ dc[1], grid, plan.b_layout).split(sizes)[mine]
+    assert (shard.grad - want).norm() <= 1e-13 * want.norm()
+    both = [of(plan, grid.shape).cost_of(grid.coordinates) for of in (volume.of_plan, volume.gradients)]
+    own = sum(row.amounts.messages for row in moved.rows if row.axis == "y")
+    assert own == sum(cost.messages for cost in both) > 6

@@ -16,7 +16,7 @@ import pytest
 from summa3d.bench import products
 from summa3d.cli.main import main as cli
 from summa3d.gemm.algorithms.registry import algorithm
-from summa3d.launch.runtime import find_launcher, loaded_runtime
+from summa3d.launcher.runtime import find_launcher, loaded_runtime
 
 ROOT = Path(__file__).parents[2]
 ROW = {
@@ -133,7 +133,11 @@ def test_weak_scaling_keeps_the_work_per_rank():
 
 
 BAD = [
-    ("gemm", ["--entry", "summa:z=2"], "'z=2' is not AXIS=SIZE,OPTION=NUMBER,…, each once; summa has x, y, panel, lookahead."),
+    (
+        "gemm",
+        ["--entry", "summa:z=2"],
+        "'z=2' is not AXIS=SIZE,OPTION=NUMBER,…, each once; summa has x, y, panel, lookahead, pieces.",
+    ),
     ("gemm", ["--entry", "cuboid:x=3"], "ConfigError: cuboid x=3,y=1,z=1 needs 3 ranks; 2 were started."),
     ("gemm", ["--algorithm", "strassen"], "ConfigError: Algorithm 'strassen' is not known."),
     ("gemm", ["--algorithm", "cannon"], "GridError: cannon cannot use 2 ranks."),

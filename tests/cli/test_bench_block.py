@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import jobs
+import pytest
 from nn_oracle.volume import GPTVolume
 
 from summa3d.comm.grid import Place
@@ -24,6 +25,7 @@ def summa3d(*arguments, ranks=None, timeout=300):
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment, cwd=ROOT)
 
 
+@pytest.mark.wide
 def test_every_grid_of_a_scheme_races_and_is_drawn(tmp_path):
     file = tmp_path / "blocks.json"
     chosen = [

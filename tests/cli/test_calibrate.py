@@ -129,6 +129,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(calibrate, name, value)
 
 
+def test_the_median_round_counts_and_not_the_quickest() -> None:
+    sample = MeasuredTime("product", "a product", m=2, n=2, k=2)
+    rounds = [(4.0, 9.0), (3.0, 5.0), (1.0, 2.0), (8.0, 8.0), (5.0, 6.0)]
+    found = calibrate.Trial(sample, lambda: np.zeros(1), 1.0, 1, 2.0, False, rounds).measured
+    assert (found.seconds, found.wall) == (2.0, 6.0)
+
+
 @pytest.mark.mpi(sizes=(1,))
 def test_repetitions_go_through_more_memory_than_a_cache_holds(comm, monkeypatch):
     monkeypatch.setattr(calibrate, "TOUCHED", 1 << 20)

@@ -15,8 +15,8 @@ import pytest
 
 from summa3d.blas_library import BLAS_OVERRIDES
 from summa3d.cli import doctor
-from summa3d.launch import segments
-from summa3d.launch.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
+from summa3d.launcher import segments
+from summa3d.launcher.runtime import Runtime, find_launcher, loaded_runtime, usable_cores
 
 Disk = namedtuple("Disk", "total used free")
 

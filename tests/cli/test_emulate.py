@@ -16,8 +16,8 @@ import pytest
 
 from summa3d.cli import main as entry
 from summa3d.errors import LaunchError
-from summa3d.launch import emulate
-from summa3d.launch.emulate import Emulated, EmulatedNodes, network_of
+from summa3d.launcher import emulate
+from summa3d.launcher.emulate import Emulated, EmulatedNodes, network_of
 
 ENDLESS = """
 import json, os, time

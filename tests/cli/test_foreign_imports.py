@@ -59,6 +59,7 @@ def test_a_command_that_starts_pythons_imports_nothing_from_the_current_folder(l
     assert (status, found) == (0, ""), said
 
 
+@pytest.mark.wide
 def test_the_processes_of_plan_import_nothing_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

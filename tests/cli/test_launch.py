@@ -17,8 +17,8 @@ from summa3d.cli import launch
 from summa3d.cli import main as entry
 from summa3d.comm.health.processes import launched_as
 from summa3d.errors import LaunchError
-from summa3d.launch import runtime
-from summa3d.launch.runtime import (
+from summa3d.launcher import runtime
+from summa3d.launcher.runtime import (
     LIKE_OPEN_MPI,
     THREAD_VARIABLES,
     Runtime,
@@ -217,7 +217,7 @@ def test_several_launched_but_a_world_of_one_is_an_error_that_names_both() -> No
 
 def test_asking_for_the_library_leaves_this_process_without_mpi() -> None:
     program = (
-        "import sys; from summa3d.launch.runtime import loaded_runtime; loaded_runtime(); print('mpi4py.MPI' in sys.modules)"
+        "import sys; from summa3d.launcher.runtime import loaded_runtime; loaded_runtime(); print('mpi4py.MPI' in sys.modules)"
     )
     assert jobs.run_serial(["-c", program], fresh=True).stdout.strip() == "False"
 
@@ -278,7 +278,7 @@ def test_a_python_before_the_script_and_a_program_that_is_none_are_named(tmp_pat
 @pytest.mark.skipif(usable_cores() < 2 or not hasattr(os, "sched_setaffinity"), reason="needs two cores")
 def test_a_rank_of_a_pipeline_leaves_the_core_that_it_took() -> None:
     code = (
-        "from summa3d.launch.runtime import leave_core, take_core\nfrom summa3d.node_support import affinity\n"
+        "from summa3d.launcher.runtime import leave_core, take_core\nfrom summa3d.node_support import affinity\n"
         "for act in (leave_core, lambda: take_core(1), leave_core):\n    act()\n    print(*affinity())"
     )
     first, bound, free = jobs.run_serial(["-c", code]).stdout.splitlines()

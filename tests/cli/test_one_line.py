@@ -147,3 +147,15 @@ def test_messages_are_bounded_and_hold_nothing_that_a_terminal_obeys() -> None:
     assert 4000 < len(str(Summa3dError("a b " * 10_000))) < 4200
     hostile = "a\x1b[2J\x07\r\x9b\u202e\udcffb\nc\td"
     assert str(Summa3dError(hostile)) == printable(hostile) == "a\\x1b[2J\\x07\\r\\x9b\\u202e\\udcffb\nc\td"
+
+
+@pytest.mark.parametrize("said", ["std::bad_alloc", "[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes", None])
+def test_what_libraries_say_of_memory_that_ended_is_a_line(
+    said: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(args: object) -> int:
+        raise MemoryError if said is None else RuntimeError(said)
+
+    monkeypatch.setattr("summa3d.cli.config.run", fail)
+    assert cli(["config", "demo"]) == 1
+    assert "CapacityError: rank 0 ran out of memory" in capsys.readouterr().err

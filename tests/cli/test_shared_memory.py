@@ -14,7 +14,7 @@ import jobs
 import pytest
 from mpi4py import MPI
 
-from summa3d.launch import segments
+from summa3d.launcher import segments
 
 pytestmark = [
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="a mount namespace needs root and unshare"),

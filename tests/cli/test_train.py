@@ -231,15 +231,14 @@ MISFITS = [
         ("grid.pp=2", "grid.dp=2", "grid.y=2", "scheme=oned"),
         "Grid x=1,y=2,z=1,dp=2,pp=2 has 8 places, but there are 6 ranks. Start 8 ranks, or choose a grid of 6: ",
     ),
-    (("grid.pp=2", "grid.dp=2"), "6 rank(s) cannot be divided into 4 equal parts (grid.dp 2 · grid.pp 2). Numbers of ranks that"),
+    (
+        ("grid.pp=2", "grid.dp=2"),
+        "6 ranks cannot be divided into 4 equal parts (grid.cp 1 · grid.ep 1 · grid.dp 2 · grid.pp 2). Numbers of ranks that",
+    ),
     (("grid.pp=2", "pipeline.schedule=ifib"), "there is no schedule 'ifib'; did you mean '1f1b'? Schedules: gpipe, 1f1b"),
     (
-        ("grid.cp=2",),
-        "grid.cp is 2: context parallelism is not available yet. Set grid.cp to 1; axes of other sizes: x, y, z, d, dp",
-    ),
-    (
         ("grid.ep=2",),
-        "grid.ep is 2: expert parallelism is not available yet. Set grid.ep to 1; axes of other sizes: x, y, z, d, dp",
+        "grid.ep is 2, but gpt2 has no experts to share. Set grid.dp to 2 instead.",
     ),
 ]
 """Settings of `train demo`, and what is said of them."""

@@ -86,6 +86,32 @@ def test_freeing_the_job_frees_its_parts(make_grid):
         inner["y"]
 
 
+@pytest.mark.mpi(sizes=(8,))
+def test_some_ranks_of_a_job_form_a_grid_with_axes_of_their_own(make_grid):
+    grid = make_grid(**JOB)
+    ranks = [[6, 1, 3, 4, 0, 7], [5, 2]]
+    mine = next(group for group in ranks if grid.rank in group)
+    axes = {"i": len(mine) // 2, "j": 2}
+    own = grid.part("y", "z").regrouped(mine, axes)
+    assert own is grid.regrouped(mine, axes) and own.rank == own.ranked.index == mine.index(grid.rank)
+    assert own.coordinates == {"i": own.rank // 2, "j": own.rank % 2} and own.size == len(mine)
+    whole = np.arange(77.0).reshape(7, 11) + 1000 * len(mine)
+    with grid.ledger.watch() as moved:
+        block = redistribute(distribute(whole, own, "m:i n:j"), whole.shape, own, "m:i n:j", "m n:(j,i)")
+        assert np.array_equal(collect(block, own, "m n:(j,i)", whole.shape), whole)
+        assert own["i"].all_reduce(np.array([2.0**grid.rank])) == [
+            sum(2.0 ** mine[at] for at in range(own.rank % 2, own.size, 2))
+        ]
+    assert {row.axis for row in moved.rows} == {"i·j", "i"} - ({"i"} if own.shape["i"] == 1 else set())
+    with pytest.raises(GridError, match="none of"):
+        grid.regrouped([(grid.rank + 1) % 8], {"i": 1})
+    with pytest.raises(GridError, match=r"Start 3 ranks"):
+        grid.regrouped(mine, {"i": 3})
+    grid.free()
+    with pytest.raises(GridError, match="freed"):
+        own["i"]
+
+
 @pytest.mark.mpi(sizes=(6,))
 def test_picked_members_of_an_axis_form_an_axis_of_their_own(make_grid):
     grid = make_grid(pp=3, y=2)

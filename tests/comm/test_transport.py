@@ -82,6 +82,7 @@ def available_bytes():
     return int(facts.get("MemAvailable", "0 kB").split()[0]) * 1024
 
 
+@pytest.mark.wide
 @pytest.mark.mpi(sizes=(2,))
 def test_a_message_of_more_than_two_to_the_31_elements(comm, make_grid):
     """2.2e9 elements a rank, 4.3 GiB in all."""

@@ -19,7 +19,7 @@ from small_runs import assignments, write_corpus
 from summa3d.comm.health import flight, processes, watchdog
 from summa3d.comm.health.watchdog import ASLEEP, STOPPED, WAITS, WORKS, Look, kind_of
 from summa3d.errors import ConfigError
-from summa3d.launch import follow
+from summa3d.launcher import follow
 from summa3d.node_support import watchdog_seconds
 
 LIMIT = 1.0

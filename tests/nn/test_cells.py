@@ -51,6 +51,7 @@ def in_stages(model, inputs, cuts, **options):
 
 @pytest.mark.mpi(sizes=(1, 4))
 @pytest.mark.parametrize("family", list(CASES))
+@pytest.mark.turns
 def test_cut_between_layers_a_model_has_the_same_loss_and_gradients_in_bits(make_grid, world_size, family):
     on_grid = scheme("serial") if world_size == 1 else scheme("cuboid", make_grid(y=2, z=2))
     inputs = inputs_of(CASES[family], 4)

@@ -29,7 +29,7 @@ VIT = ModelConfig(family="vit", hidden=24, heads=12, image=9, patch=3, classes=7
         (LLAMA, {"family": "bert"}, ["model.kv_heads is 2", "gpt2, llama"]),
         (LLAMA, {"activation": "relu2"}, ["model.activation is relu2", "gpt2"]),
         (ModelConfig(), {"activation": "swish"}, ["'swish'", "gelu_tanh, gelu, relu2"]),
-        (LLAMA, {"family": "lama"}, ["'lama'", "gpt2, bert, llama, vit"]),
+        (LLAMA, {"family": "lama"}, ["'lama'", "gpt2, bert, llama, mixtral, qwen2_moe, qwen3_moe, olmoe, vit"]),
         (VIT, {"patch": 4, "sequence": 128}, ["model.image 9", "1, 3, 9"]),
         (VIT, {"sequence": 11}, ["model.sequence is 11", "10 positions"]),
         (VIT, {"vocabulary": 37}, ["model.vocabulary is 37", "no tokens"]),

@@ -38,6 +38,7 @@ def check_equal(found: list[Tensor], want: list[Tensor], what: Any) -> None:
 
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize(("family", "gather"), [("gpt2", 0), ("gpt2", 2), ("llama", 1), ("bert", 1)])
+@pytest.mark.turns
 def test_a_copy_computes_with_its_own_weights_before_and_after_steps(make_grid, family, gather):
     grid = make_grid(check=False, x=2, z=2)
     plan = scheme("cuboid", grid, overlap=Overlap(gather=gather))

@@ -20,11 +20,12 @@ SETTINGS = [
     ({"dropout": 0.1}, ("selective", 1)),
 ]
 TURNS = "gpt2", "bert", "llama", "vit"
+IN_TURN = [pytest.param(family, marks=[pytest.mark.wide] if family in ("bert", "vit") else []) for family in FAMILIES]
 
 
 @pytest.mark.mpi(sizes=(1, 4))
 @pytest.mark.parametrize("order", [TURNS, pytest.param(None, marks=pytest.mark.wide)], ids=["turns", "all"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", IN_TURN)
 def test_a_step_on_a_device_holds_what_its_closed_forms_say(make_grid, world_size, family, order, kernel_libraries, monkeypatch):
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
     monkeypatch.setattr(launch, "SUMMING_BLOCKS_A_PROCESSOR", 1)  # partial sums, not counted, are some MB on any device

@@ -78,6 +78,7 @@ def compare(found, want, tolerance, what):
 @pytest.mark.mpi(sizes=(1, 2, 4))
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("cases", [some(CASES), pytest.param(CASES, marks=pytest.mark.wide)], ids=["pairs", "all"])
+@pytest.mark.turns
 def test_a_step_on_a_device_is_the_hosts_word_for_word_and_waits_once(
     comm, make_grid, world_size, name, kernel_libraries, monkeypatch, cases
 ):

@@ -82,6 +82,7 @@ def both(make_grid: Any, name: str, vectors: str, axes: dict[str, int], **option
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, inf], ids=str)
+@pytest.mark.turns
 def test_the_norm_and_what_clipping_leaves_are_torchs_of_the_whole_model(comm, make_grid, world_size, norm_type):
     for case in GRIDS[world_size]:
         _, model, plain = both(make_grid, *case)

@@ -92,6 +92,7 @@ LLAMA3 = {"rotary_scaling": "llama3", "rotary_factor": 4.0, "rotary_low": 0.5, "
 
 @pytest.mark.mpi(sizes=(1, 4, 8))
 @pytest.mark.parametrize("scaling", [{"rotary_scaling": "linear", "rotary_factor": 2.5}, LLAMA3], ids=["linear", "llama3"])
+@pytest.mark.turns
 def test_a_tied_head_and_stretched_positions_are_those_of_plain_torch(make_grid, world_size, scaling):
     name, axes = {1: ("serial", {"x": 1}), 4: ("summa", {"x": 2, "y": 2}), 8: ("cuboid", {"x": 2, "y": 2, "z": 2})}[world_size]
     grid = make_grid(**axes)

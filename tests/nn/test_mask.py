@@ -98,8 +98,11 @@ def test_a_token_sees_its_own_document_and_no_padding():
 
 
 def test_a_query_that_would_see_nothing_gives_a_number():
-    sees = visible(scheme("serial"), causal=True, attention_mask=torch.tensor([[0, 0, 1]]))
-    assert sees.allowed[0, 0].int().tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 1]]
+    for causal, want in ((True, [[1, 0, 0], [1, 1, 0], [0, 0, 1]]), (False, [[0, 0, 1]] * 3)):
+        sees = visible(scheme("serial"), causal, attention_mask=torch.tensor([[0, 0, 1]]))
+        assert sees.allowed[0, 0].int().tolist() == want
+    nothing = visible(scheme("serial"), causal=False, attention_mask=torch.zeros(1, 3))
+    assert nothing.allowed.all()
 
 
 @pytest.mark.parametrize("argument", ["documents", "attention_mask"])

@@ -47,6 +47,7 @@ TURNS = "bert", "gpt2", "vit", "llama"
 @pytest.mark.parametrize("order", [TURNS, pytest.param(None, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("node_memory", [None, False], ids=["node", "mpi"])
+@pytest.mark.pairs
 def test_saved_bytes_and_the_peak_are_those_of_the_closed_forms(make_grid, world_size, family, node_memory, order):
     for _, name, axes in places(world_size, family, order):
         check(ModelConfig(**FAMILIES[family]), scheme(name, make_grid(check=False, node_memory=node_memory, **axes)))

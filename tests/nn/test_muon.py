@@ -13,14 +13,17 @@ from plain_muon import without_bfloat16
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from summa3d.comm.grid import Place
+from summa3d.comm.topology import divisors
 from summa3d.errors import AgreementError, ConfigError, GridError, ShapeError
+from summa3d.gemm.symmetric.plan import SymmetricPlan
 from summa3d.layout import collect, distribute
 from summa3d.layout.layout import Layout, Sharding
 from summa3d.nn import GatedMLP, Linear, Muon, scheme
+from summa3d.nn.muon.groups import GAIN, LARGEST, dealt, group_axes, group_plan, grouped
 from summa3d.nn.muon.matrices import matrices_of
 from summa3d.nn.muon.newton_schulz import SCALES, NewtonSchulz, averaged
 from summa3d.nn.muon.orthogonalise import MatrixOwners
-from summa3d.nn.muon.owners import OwnersPlan, dealt
+from summa3d.nn.muon.owners import OwnersPlan
 
 HOW = NewtonSchulz()
 
@@ -116,14 +119,21 @@ def matrices(weights: dict[str, tuple[Sharding, tuple[int, int]]]) -> list[Any]:
 
 
 def counted(plan: OwnersPlan, shape: dict[str, int], member: int) -> int:
-    """Words that a member receives, element by element: what it lacks of its matrices, and what it holds of others'."""
+    """Words that a member receives, element by element: what it lacks of its parts, and what it holds of others'; products."""
     words = 0
     for number, matrix in enumerate(plan.matrices):
         mine = np.zeros(matrix.held.shape, bool)
         mine[matrix.held.layout.slices(matrix.held.shape, shape, plan.members[member])] = True
         mine = np.concatenate([mine[:, run] for run in matrix.columns], 1)
         assert mine.shape == matrix.shape
-        words += int((~mine).sum() if plan.owners[number] == member else mine.sum())
+        computed = np.zeros(matrix.shape, int)
+        for owner in plan.owners_of(number):
+            part = tuple(slice(*limits) for limits in plan.part_of(owner, number))
+            computed[part] += 1
+            words += int((~mine[part]).sum() if owner == member else mine[part].sum())
+        assert (computed == 1).all()
+        if member in plan.owners_of(number) and (product := plan.products[number]):
+            words += HOW.steps * product.words_of(plan.owners_of(number).index(member))
     return words
 
 
@@ -149,29 +159,81 @@ def test_each_stage_of_a_pipeline_deals_its_own_matrices() -> None:
         assert plan.words_of(0) == 3 * 5 == plan.words_of(1)
 
 
+def check_orthogonalised(owners: MatrixOwners, grid: Any, weights: dict[str, Any]) -> None:
+    """Blocks of what is orthogonalised are those of whole matrices, and what went in stays; words and messages are the plan's."""
+    wholes = {name: drawn(*held.shape, seed=place) for place, (name, (held, _)) in enumerate(weights.items())}
+    blocks = {name: wholes[name][held.slices(grid)].clone() for name, (held, _) in weights.items()}
+    before = {name: block.clone() for name, block in blocks.items()}
+    with grid.ledger.watch() as moved:
+        found = owners.orthogonalised(blocks)
+    amounts, here = [row.amounts for row in moved.rows], owners.axis.index
+    assert sum(one.words for one in amounts) == owners.plan.words_of(here)
+    assert sum(one.messages for one in amounts) == owners.plan.messages_of(here)
+    for name, (held, joined) in weights.items():
+        want = torch.empty_like(wholes[name])
+        for matrix in matrices_of(name, held, joined):
+            columns = torch.cat([torch.arange(run.start, run.stop) for run in matrix.columns])
+            want[:, columns] = HOW.orthogonalised(wholes[name][None, :, columns])[0]
+        torch.testing.assert_close(found[name], want[held.slices(grid)], rtol=1e-11, atol=1e-13)
+        assert torch.equal(blocks[name], before[name])
+
+
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("many", [12, 1])
+@pytest.mark.turns
 def test_blocks_of_what_owners_orthogonalise_are_those_of_whole_matrices(make_grid, world_size: int, many: int) -> None:
     """In any layouts, copies too; words and messages are the plan's, as integers."""
     for number, shape in enumerate(GRIDS[world_size]):
         grid = make_grid(**shape)
         weights = some_weights(shape, many, 31 * world_size + number)
-        wholes = {name: drawn(*held.shape, seed=place) for place, (name, (held, _)) in enumerate(weights.items())}
-        owners = MatrixOwners(matrices(weights), grid, HOW)
-        blocks = {name: wholes[name][held.slices(grid)].clone() for name, (held, _) in weights.items()}
-        before = {name: block.clone() for name, block in blocks.items()}
-        with grid.ledger.watch() as moved:
-            found = owners.orthogonalised(blocks)
-        amounts, here = [row.amounts for row in moved.rows], owners.axis.index
-        assert sum(one.words for one in amounts) == owners.plan.words_of(here)
-        assert sum(one.messages for one in amounts) == owners.plan.messages_of(here)
-        for name, (held, joined) in weights.items():
-            want = torch.empty_like(wholes[name])
-            for matrix in matrices_of(name, held, joined):
-                columns = torch.cat([torch.arange(run.start, run.stop) for run in matrix.columns])
-                want[:, columns] = HOW.orthogonalised(wholes[name][None, :, columns])[0]
-            torch.testing.assert_close(found[name], want[held.slices(grid)], rtol=1e-11, atol=1e-13)
-            assert torch.equal(blocks[name], before[name])
+        check_orthogonalised(MatrixOwners(matrices(weights), grid, HOW), grid, weights)
+
+
+@pytest.mark.parametrize("ranks", [4, 6])
+def test_the_words_of_groups_are_the_elements_that_are_lacked_beside_those_of_products_and_norms(ranks: int) -> None:
+    for number, shape in enumerate(GRIDS[ranks]):
+        weights = some_weights(shape, 3, 5 * ranks + number)
+        for size in divisors(ranks)[1:]:
+            plan = OwnersPlan.of(matrices(weights), Place(shape), HOW, "float64", size)
+            assert plan.size == size and sorted(one for group in plan.groups for one in group) == [*range(ranks)]
+            norms = 0
+            for member in range(ranks):
+                norms += plan.words_of(member) - counted(plan, shape, member)
+            assert norms == sum(2 * (size - 1) * plan.owners.count(group) for group in range(len(plan.groups)))
+
+
+@pytest.mark.mpi(sizes=(2, 4, 6))
+def test_groups_of_every_size_orthogonalise_as_one_rank_does(make_grid, world_size: int) -> None:
+    """Matrices in any layouts, wide and high, of fewer rows than ranks too; words and messages are the plan's, as integers."""
+    for number, shape in enumerate(GRIDS[world_size][:1]):
+        grid = make_grid(**shape)
+        for size in divisors(world_size)[1:]:
+            weights = some_weights(shape, 2, 41 * world_size + number + size)
+            check_orthogonalised(MatrixOwners(matrices(weights), grid, HOW, torch.float64, size), grid, weights)
+
+
+def test_groups_are_of_the_size_of_fewest_predicted_seconds() -> None:
+    """Of all that divide the ranks; one, where there are matrices enough, where they are small, or where no more ranks help."""
+    sizes = set()
+    for shapes, members in [
+        ([(1024, 4096)], 4),
+        ([(1500, 700), (1500, 700)], 6),
+        ([(2000, 2000)] * 3 + [(400, 900)] * 2, 8),
+        ([(24, 96), (24, 24)], 4),
+        ([(600, 600)] * 16, 4),
+    ]:
+        found = grouped(shapes, members, HOW, "float32")
+        every = {size: grouped(shapes, members, HOW, "float32", size) for size in divisors(members)}
+        assert found == every[found.size] and members < LARGEST
+        for size, other in every.items():
+            assert found.seconds <= other.seconds or other.seconds > GAIN * every[1].seconds, (shapes, size)
+        sizes.add(found.size)
+    assert sizes == {1, 2, 3, 4}
+    plan = group_plan(1024, 4096, 4, "float32")
+    assert isinstance(plan.gram, SymmetricPlan) and plan.update.max_multiply_adds == 1024 * 1024 * 1024
+    assert plan.multiply_adds < 0.8 * (2 * 1024 * 1024 * 4096 + 1024**3) / 4
+    for name in plan.axes:
+        assert {name: plan.axes[name]}.items() <= group_axes(name).items()
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -221,7 +283,8 @@ def test_the_optimizer_of_ones_own_module_is_torchs_on_whole_matrices(make_grid,
         return [{"params": of[:2], "lr": 0.03}, {"params": of[2:], "lr": 0.1, "weight_decay": 0.0, "nesterov": False}]
 
     settings: dict[str, Any] = {"momentum": 0.8, "weight_decay": 0.4, "ns_steps": 4, "adjust_lr_fn": adjust}
-    ours, reference = Muon(groups(matrices), **settings), torch.optim.Muon(groups(theirs), **settings)
+    ranks = {3: 3, 4: 4, 6: 2}.get(world_size) if adjust else None
+    ours, reference = Muon(groups(matrices), **settings, ranks=ranks), torch.optim.Muon(groups(theirs), **settings)
     for step in range(5):
         for place, (p, other) in enumerate(zip(matrices, theirs, strict=True)):
             gradient = drawn(*p.sharding.shape, seed=10 * step + place)
@@ -255,5 +318,9 @@ def test_what_muon_cannot_take_is_refused_on_all_ranks(make_grid) -> None:
         Muon(own.matrices(), ns_steps=100)
     with pytest.raises(ConfigError, match="lr is -1"):
         Muon(own.matrices(), lr=-1)
+    with pytest.raises(ConfigError, match=r"3 ranks compute a matrix together.*Sizes that do: 1, 2"):
+        Muon(own.matrices(), ranks=3)
+    with pytest.raises(AgreementError, match="ranks"):
+        Muon(own.matrices(), ranks=1 + on_grid.grid.rank)
     with pytest.raises(AgreementError, match="parameters"):
         Muon(own.matrices()[on_grid.grid.rank :])

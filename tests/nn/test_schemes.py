@@ -26,7 +26,7 @@ from summa3d.nn.schemes.scheme import SCHEMES, Scheme
 CASES = [(ranks, name, family) for ranks, grids in GRIDS.items() for name, _ in grids for family in FAMILIES]
 
 
-@pytest.mark.mpi(sizes=tuple(GRIDS))
+@pytest.mark.mpi(sizes=tuple(GRIDS), every=True)
 @pytest.mark.parametrize("cases", [some(CASES), pytest.param(CASES, marks=pytest.mark.wide)], ids=["pairs", "all"])
 def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, cases):
     for name, axes in GRIDS[world_size]:
@@ -49,6 +49,7 @@ def test_inside_a_job_of_replicas_and_stages_a_model_is_that_of_its_inner_grid(m
 
 @pytest.mark.mpi(sizes=(27,))
 @pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.wide)])
+@pytest.mark.wide
 def test_one_cube_of_27_ranks(make_grid, family):
     check_against_plain_torch(FAMILIES[family], scheme("cuboid", make_grid(x=3, y=3, z=3)))
 

@@ -50,6 +50,7 @@ def losses(model: Any, parameters: Any, loss: Any, family: str, steps: int) -> l
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("cases", [TURNS, pytest.param(CASES, marks=pytest.mark.wide)], ids=["turns", "all"])
 @pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.turns
 def test_losses_of_many_steps_equal_plain_torchs_to_seven_digits(comm, make_grid, world_size, family, cases):
     grids = [grid for grid in GRIDS[world_size] if (grid[0], family) in cases]
     if not grids:

@@ -28,6 +28,7 @@ def grids_of(ranks: int) -> list[tuple[str, dict[str, int]]]:
 @pytest.mark.mpi(sizes=(2, 4, 8, 12))
 @pytest.mark.parametrize("regather", [True, False], ids=["regather", "keep"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
+@pytest.mark.turns
 def test_a_step_moves_exactly_the_words_and_messages_of_its_formula(make_grid, world_size, family, regather):
     """Of eight ranks and more each family takes every other grid: the second has its turn where the first has not."""
     grids = grids_of(world_size)

@@ -91,7 +91,7 @@ def _rooms(plan: SummaPlan, context: Context, half: bool, device: bool) -> dict[
         for layout, extents in ((plan.a_layout, plan.a_shape), (plan.b_layout, plan.b_shape), (plan.c_layout, plan.c_shape))
     )
     cut = per_rank.cuts(0, {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], shape[plan.x], shape[plan.y], plan.panel)
-    many = per_rank.buffers(plan, cut) * cut.widest
+    many = (2 if plan.lookahead and cut.count > 1 else 1) * cut.widest
     over_x, over_y = shape[plan.x] > 1, shape[plan.y] > 1
     sums, copies = (2 if half else 1), (2 if half and not device else 0)
     staying = {"nn": 0, "nt": prod(a), "tn": prod(b)}[form]

@@ -15,7 +15,7 @@ from small_runs import shared_corpus
 
 from summa3d.cli.main import main as cli
 from summa3d.cli.main import without_mpi
-from summa3d.launch.runtime import SHARE_VARIABLE, THREAD_VARIABLES, usable_cores
+from summa3d.launcher.runtime import SHARE_VARIABLE, THREAD_VARIABLES, usable_cores
 
 BLOCKS = """
 kind = "strong"
@@ -188,7 +188,7 @@ def test_a_sweep_of_which_every_point_is_refused_fails(tmp_path: Path, capsys: p
         assert said.count("cannon cannot use") == 2 and "product-strong has no points: 2 refused" in said
 
 
-@pytest.mark.parametrize("threads", ["equal", "each"])
+@pytest.mark.parametrize("threads", [pytest.param("equal", marks=pytest.mark.wide), "each"])
 def test_rank_counts_have_equal_threads_unless_told_otherwise_and_then_a_speed_up(tmp_path: Path, threads: str) -> None:
     cores, folder = usable_cores(), tmp_path / "s"
     words = ["summa3d", "sweep", "run", "product-strong", "--dir", str(folder)]

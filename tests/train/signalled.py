@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 LAUNCH = """
 import os, sys
 from summa3d.cli.launch import holding, mpi_command
-from summa3d.launch.follow import follow
+from summa3d.launcher.follow import follow
 command, environ, _ = mpi_command(int(sys.argv[1]), sys.argv[2:])
 sys.exit(follow(holding(command), environ))
 """

@@ -96,6 +96,8 @@ def test_an_unknown_key_in_a_file_is_found_too(tmp_path: Path) -> None:
         ("overlap.input_gradient=2", ["overlap.input_gradient", "true or false"]),
         ("grid.tile=3", ["grid.tile", "a table of integers"]),
         ("train.betas=[0.9]", ["train.betas", "a list of 2 numbers"]),
+        ("train.sample_prompts=[1]", ["train.sample_prompts", "takes text"]),
+        ('train.sample_prompts=[""]', ["train.sample_prompts", "at least one character"]),
         ("train=3", ["train is a table", "train.steps"]),
         ("train.steps", ["--set", "key=value"]),
     ],
@@ -195,7 +197,7 @@ def test_replicas_divide_the_batch_and_a_chosen_grid_leaves_them_alone():
         config.load("demo", ["replicas.bucket=0"])
     chosen = config.load_for(6, "demo", ["grid.dp=3", "train.batch=12", "train.accumulate=1"], picker("train"))
     assert chosen.grid.dp == 3 and prod(chosen.grid.axes.values()) == 6 and chosen.chosen
-    with pytest.raises(ConfigError, match=r"4 rank\(s\) cannot be divided into 3 equal parts .* fit: 3, 6"):
+    with pytest.raises(ConfigError, match=r"4 ranks cannot be divided into 3 equal parts .* fit: 3, 6"):
         config.load_for(4, "demo", ["grid.dp=3", "train.batch=12"], picker("train"))
 
 
@@ -252,5 +254,5 @@ def test_a_grid_is_chosen_for_the_ranks_of_one_stage() -> None:
         return "cuboid", {"x": ranks, "y": 1, "z": 1}
 
     assert config.load_for(8, "demo", ["grid.pp=2"], choose).grid.axes == {"x": 4, "y": 1, "z": 1, "pp": 2} and asked == [4]
-    with pytest.raises(ConfigError, match=r"3 rank\(s\) cannot be divided into 2 equal parts .* fit: 2, 4"):
+    with pytest.raises(ConfigError, match=r"3 ranks cannot be divided into 2 equal parts .* fit: 2, 4"):
         config.load_for(3, "demo", ["grid.pp=2"], choose)

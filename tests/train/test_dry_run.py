@@ -200,6 +200,13 @@ STAGED = {
     ],
 }
 """Ranks → pipelines and replicas: each is compared on every rank."""
+LONG = ["scheme=serial", "model.sequence=960", "data.held_out=0.2", "model.hidden=24", "train.batch=2"]
+"""Sequences so long that attention holds the most."""
+KINDS = [["context.kind=gather"], ["context.kind=ring"], ["context.kind=ring", *LLAMA], ["context.kind=heads", *LLAMA]]
+MESH = [["context.kind=mesh", "context.heads=2"], ["context.kind=mesh", "context.heads=2", "context.fold=false", *LLAMA]]
+AGAIN = ["context.kind=ring", "context.fold=false", "recompute=full"]
+CONTEXTS = {2: [*KINDS, AGAIN], 3: [*KINDS[:3], AGAIN], 4: [*KINDS, *MESH, AGAIN]}
+"""Ranks → kinds of contexts, folded or not."""
 
 
 CLOSE = {"float32": 0.05, "bfloat16": 0.08}
@@ -212,11 +219,24 @@ def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_s
     comm, shared_tmp_path, dtype, monkeypatch
 ) -> None:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    check_every_rank(comm, shared_tmp_path, STAGED[comm.size], dtype)
+
+
+@pytest.mark.mpi(sizes=tuple(CONTEXTS))
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["some", "all"])
+def test_so_does_every_rank_of_contexts_of_each_kind(comm, shared_tmp_path, every, monkeypatch) -> None:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    kinds = CONTEXTS[comm.size] if every else CONTEXTS[comm.size][1:3]
+    check_every_rank(comm, shared_tmp_path, [[*LONG, f"grid.cp={comm.size}", *kind] for kind in kinds], "float32")
+
+
+def check_every_rank(comm: Any, folder: Path, runs: list[list[str]], dtype: str) -> None:
+    """Words and messages of a step of each run, line by line, and its peak, are those of the rank's dry run."""
     sizes = ["model.layers=2", "model.hidden=96", "model.heads=4", "model.sequence=64", "train.batch=16", "train.warmup=1"]
-    corpus = f"data.path={shared_corpus(comm, shared_tmp_path)}"
-    for number, settings in enumerate(STAGED[comm.size]):
+    corpus = f"data.path={shared_corpus(comm, folder)}"
+    for number, settings in enumerate(runs):
         loaded = config.load("demo", [*sizes, corpus, f"dtype={dtype}", "train.checkpoint_every=0", *settings])
-        run = prepare(loaded, comm, shared_tmp_path / f"run{number}")
+        run = prepare(loaded, comm, folder / f"run{number}")
         take_step(run, 1)
         with run.grid.ledger.watch() as moved:
             peak = peak_of_step(run, 2)

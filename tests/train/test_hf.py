@@ -146,6 +146,7 @@ def our_logits(model: Any, family: str) -> list[torch.Tensor]:
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("family", SIZES)
+@pytest.mark.turns
 def test_an_imported_model_has_the_logits_of_transformers_on_every_scheme(
     comm: Any, make_grid: Any, shared_tmp_path: Path, family: str
 ) -> None:
@@ -199,6 +200,32 @@ def test_training_goes_on_from_an_imported_model(comm: Any, shared_tmp_path: Pat
     losses = [line["loss"] for line in metrics_of(shared_tmp_path)]
     assert len(losses) == 6 and losses[-1] < losses[0] - 0.2
     assert opened(run, comm).has_moments
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_an_imported_model_trains_over_contexts_as_on_one_rank_and_is_exported_alike(comm: Any, shared_tmp_path: Path) -> None:
+    source, text = shared_tmp_path / "theirs", shared_tmp_path / "corpus.txt"
+    if comm.rank == 0:
+        their_model("llama").double().save_pretrained(source)
+        write_corpus(text)
+    comm.Barrier()
+    losses, exported = {}, {}
+    for kind, ranks in (("alone", MPI.COMM_SELF), ("ring", comm), ("heads", comm)):
+        folder = shared_tmp_path / (f"{kind}{comm.rank}" if kind == "alone" else kind)
+        import_folder(source, folder / "run", ranks)
+        keys = {"scheme": "serial", "grid__cp": ranks.size, "dtype": "float64", "train__steps": 3}
+        keys |= {"context__kind": kind} if kind != "alone" else {}
+        wanted = [one for one in assignments(text, **keys) if not one.startswith("model.")]
+        train(config.load(str(folder / "run" / "config.toml"), wanted), ranks, folder / "run", resume=True)
+        losses[kind] = [line["loss"] for line in metrics_of(folder)]
+        if ranks.rank == 0:
+            export_folder(opened(folder / "run"), folder / "theirs")
+        ranks.Barrier()
+        exported[kind] = their_tensors(folder / "theirs")
+        assert len(losses[kind]) == 3 and losses[kind] == pytest.approx(losses["alone"], rel=1e-9), kind
+        for name, tensor in exported[kind].items():
+            torch.testing.assert_close(tensor, exported["alone"][name], rtol=1e-6, atol=1e-9)
+    assert [*exported["ring"]] == [*exported["alone"]]
 
 
 @pytest.mark.mpi(sizes=(2,))

@@ -22,7 +22,7 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
-from summa3d.launch.runtime import loaded_runtime
+from summa3d.launcher.runtime import loaded_runtime
 
 pytestmark = pytest.mark.skipif(devices.NAME == "pretended", reason="other processes have no pretended device")
 
@@ -151,6 +151,11 @@ REPLICAS: dict[str, object] = {
     "train__background": False,
 }
 """Two stages, which share a table, and two replicas of each, with more than one bucket of gradients."""
+CONTEXTS: dict[str, object] = {
+    **{"grid__dp": 1, "grid__cp": 2, "context__kind": "ring"},
+    **{"model__attention_dropout": 0.0, "replicas__zero": 2},
+}
+"""In place of the replicas, two contexts, whose keys travel in every pass of a stage."""
 
 
 def kills(number: int, kinds: dict[str, int]) -> list[str]:
@@ -183,10 +188,16 @@ WIDE = pytest.mark.wide
 
 
 @pytest.mark.parametrize(
-    ("number", "schedule"), [(4, "1f1b"), pytest.param(40, "1f1b", marks=WIDE), pytest.param(9, "zb-h1", marks=WIDE)]
+    ("number", "schedule", "changes"),
+    [
+        (4, "1f1b", CONTEXTS),
+        pytest.param(40, "1f1b", {}, marks=WIDE),
+        pytest.param(9, "zb-h1", {}, marks=WIDE),
+        pytest.param(9, "zb-h1", CONTEXTS, marks=WIDE),
+    ],
 )
-def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_same_bits(
-    tmp_path: Path, number: int, schedule: str
+def test_replicas_or_contexts_of_a_pipeline_that_are_killed_again_and_again_end_with_the_same_bits(
+    tmp_path: Path, number: int, schedule: str, changes: dict[str, object]
 ) -> None:
     """Each job takes one step more than the one before it, and is killed in the next, or while it saves that."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -194,16 +205,16 @@ def test_replicas_of_a_pipeline_that_are_killed_again_and_again_end_with_the_sam
         folder.mkdir()
         write_corpus(folder / "corpus.txt")
     steps = number + 2
-    assert (ended := replicas_job(whole, steps, schedule)).status == 0, ended.stderr
+    assert (ended := replicas_job(whole, steps, schedule, **changes)).status == 0, ended.stderr
     for done, killed in enumerate(kills(number, KINDS[schedule])):
-        ended = replicas_job(parts, steps, schedule, *["--resume"] * (done > 0), killed=killed)
+        ended = replicas_job(parts, steps, schedule, *["--resume"] * (done > 0), killed=killed, **changes)
         at = parts / "at"
         assert ended.status != 0 and at.exists(), (killed, ended.stdout, ended.stderr)
         assert time.time() - float(at.read_text()) < ENDS_WITHIN, killed
         at.unlink()
         assert f"step-{done + 1}" in saved(parts) and f"step-{done + 2}" not in saved(parts), killed
         assert numbers(parts)[: done + 1] == numbers(whole)[: done + 1], killed
-    assert (ended := replicas_job(parts, steps, schedule, "--resume")).status == 0, ended.stderr
+    assert (ended := replicas_job(parts, steps, schedule, "--resume", **changes)).status == 0, ended.stderr
     assert numbers(parts) == numbers(whole) and files_of(parts, steps) == files_of(whole, steps)
 
 

@@ -20,7 +20,7 @@ from summa3d.comm.profile.ledger import Amounts, Ledger
 from summa3d.errors import DataError
 from summa3d.train import metrics
 from summa3d.train.config import load, to_table, write
-from summa3d.train.loss_plot import draw_loss
+from summa3d.train.loss_plot import draw_load, draw_loss
 from summa3d.train.metrics import CoreTime, MetricsWriter, StepMetrics, Stopwatch
 from summa3d.train.progress import TERMINAL_VARIABLE, Progress
 from summa3d.train.utilization import StepWork
@@ -249,6 +249,19 @@ def test_a_plot_says_all_grids_of_a_run_what_differs_and_which_lines_are_there(t
     assert "cuboid x=4,y=1,z=1" in one and one.index("x=4,") < one.index("x=3,") < one.rindex("x=4,") < one.index("x=2,")
     assert "line: loss of each step" in one and "differ" not in one and "thin: " not in one
     assert "thin: loss of each step" in two and "corpora differ" in two and "tokenizers" not in two
+
+
+def test_the_loads_of_experts_are_drawn_over_steps(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = a_run(tmp_path / "a", 9, 8)
+    with pytest.raises(DataError, match="no expert_tokens"):
+        draw_load(run, [tmp_path / "load.svg"])
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    more = {"expert_tokens": [[3, 5, 1], [0, 9, 0]], "expert_entropy": [0.9, 0.0]}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line | more) + "\n" for line in lines))
+    draw_load(run, [tmp_path / "load.svg"])
+    svg = (tmp_path / "load.svg").read_text()
+    assert all(f"<!-- {label} -->" in svg for label in ("expert", "tokens / mean", "step", "entropy"))
 
 
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_the_same_number_of_tokens_is_to_be_filled_in_in_each_row(pairs: MaskedP
     [
         (["model.family=bert"], ["vocabulary 256", "256 tokens", "3 special", "259"]),
         (["model.family=bert", "model.vocabulary=259", "model.sequence=4"], ["sequence is 4", "need 5"]),
-        (["model.family=vit", "model.sequence=65"], ["A vit model cannot be trained on text", "gpt2, llama, bert"]),
+        (["model.family=vit", "model.sequence=65"], ["A vit model cannot be trained on text", "gpt2, llama, mixtral"]),
     ],
 )
 def test_a_family_that_the_corpus_does_not_fit_is_refused(assignments: list[str], words: list[str]) -> None:

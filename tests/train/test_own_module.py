@@ -67,6 +67,7 @@ def in_torch(model: torch.nn.Module, steps: int) -> list[float]:
 
 @pytest.mark.mpi(sizes=tuple(GRIDS))
 @pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.turns
 def test_steps_with_replicas_are_those_of_torch(make_grid, world_size: int, zero: int) -> None:
     name, axes = GRIDS[world_size]
     on_grid = scheme(name, make_grid(**axes))

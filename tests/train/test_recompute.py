@@ -42,6 +42,7 @@ def prepared(comm: Any, folder: Path, shape: tuple[int, ...], **changes: object)
 
 @pytest.mark.mpi(sizes=(1, 2, 4, 8))
 @pytest.mark.parametrize("model", MODELS, ids=["gpt2", "llama"])
+@pytest.mark.turns
 def test_gradients_are_the_same_bits_with_and_without(comm: Any, shared_tmp_path: Path, model: dict[str, object]) -> None:
     run = prepared(comm, shared_tmp_path, GRIDS[comm.size], **model)
     want = gradients(run)

@@ -166,6 +166,7 @@ def uses_of(name: str, recomputed: bool) -> tuple[int, int, int]:
 @pytest.mark.pairs
 @pytest.mark.mpi(sizes=(4, 6))
 @pytest.mark.parametrize(("zero", "recompute"), [(2, "none"), (3, "none"), (3, "full")])
+@pytest.mark.turns
 def test_words_and_bytes_are_those_of_the_shards(
     comm: Any, world_size: int, shared_tmp_path: Path, zero: int, recompute: str
 ) -> None:

@@ -17,7 +17,7 @@ from ...comm.device.arrays import DEVICES
 from ...dtypes import DTYPES, HALVES
 from ...errors import ConfigError, DataError
 from ...files import grid_of, replace_text
-from ...launch.runtime import usable_cores
+from ...launcher.runtime import usable_cores
 from ..gemm import add_cluster_argument, machine_of
 from ..traces import JSON, add_trace_arguments, check_positive, check_trace_arguments, ranges_for, rank_counts
 from .block import add_block_arguments, block_result

@@ -215,8 +215,11 @@ class Ledger:
 
     # -- workspace ----------------------------------------------------------------------------------------------------------
 
-    def track(self, array: Any) -> Any:
-        """Count the bytes of a workspace array while it lives; returns the array."""
+    def track(self, array: Any, stays: bool = False) -> Any:
+        """Count the bytes of a workspace array while it lives; returns the array.
+
+        stays : whether it does from one product to the next, which a dry run counts apart
+        """
         nbytes = array.nbytes
         self.workspace_bytes += nbytes
         if self.workspace_bytes > self.workspace_peak:

@@ -1,8 +1,11 @@
-"""Self-attention, whose core is local: after the first linear layer each rank holds whole sequences of whole heads."""
+"""Self-attention: behind the first linear layer each rank holds whole heads, of whole sequences or of its context's part."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -11,37 +14,74 @@ from torch.nn import functional
 from ...autograd.collectives import all_gather
 from ...autograd.recompute import recompute
 from ...comm.axis import Axis
-from ...comm.topology import describe
+from ...comm.topology import describe, divisors
 from ...errors import LayoutError
 from ...layout.layout import Layout
 from ..config import ModelConfig
 from ..context import Context
-from .attention_mask import Visible
+from ..context_parallel.attention import attend as attend_over
+from ..context_parallel.heads import to_heads, to_positions
+from ..context_parallel.moves import GatherMoves, RingMoves
+from ..context_parallel.positions import indices, order
+from ..context_parallel.split import ContextSplit, Tile
+from .attention_mask import TokenMask, Visible
 from .dropout import Batch, Dropout
 from .fused_linear import FusedLinear
 from .linear import Linear
+from .norm import RMSNorm
 from .rotary import Rotary
 
 
 class AttentionCore(nn.Module):
-    """softmax(Q·Kᵀ/√d)·V on this rank's sequences and heads, without communication and without parameters.
+    """softmax(Q·Kᵀ/√d)·V of this rank's heads: local where it holds whole sequences, else with the keys of the other contexts.
 
     It uses torch's fused attention, except with attention dropout, whose masks are counter-based. k and v may have fewer heads
-    than q; consecutive query heads then share one. With `recomputed`, backward keeps only q, k and v and recomputes the rest.
+    than q; consecutive query heads then share one. With `recomputed`, backward keeps only q, k and v and recomputes the rest,
+    what contexts exchange too. Words of contexts: those of `to_heads`, `RingMoves` and `GatherMoves`.
     """
 
     def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Context, inner: Layout) -> None:
         super().__init__()
-        self.heads, self.causal, self.recomputed = heads, causal, False
+        self.heads, self.causal, self.recomputed, self.context = heads, causal, False, scheme
         self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
-        """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d]."""
+        """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d], with s of this rank's context."""
+        attend = self._attend if self.context.contexts.size == 1 else self._over_contexts
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return self._attend(q, k, v, batch, visible)
+            return attend(q, k, v, batch, visible)
 
         return recompute(run, (q, k, v)) if self.recomputed else run(q, k, v)
+
+    def _over_contexts(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        contexts, context = self.context.contexts, self.context
+        if contexts.heads > 1:
+            q, k, v = to_heads(q, k, v, context.head_axis)
+        if contexts.rings == 1:
+            out = self._attend(q, k, v, batch, visible)
+        elif self.training and self.dropout.probability:
+            out = self._gathered(q, k, v, batch, visible)
+        else:
+            axis, split = context.ring_axis, contexts.group
+            moves = GatherMoves(axis) if contexts.options.kind == "gather" else RingMoves(axis)
+            mask = partial(_of_tile, visible.mask, split, q.shape[2] * split.size)
+            out = attend_over(q, torch.stack((k, v)), split, moves, self.causal, mask)
+        return to_positions(out, context.head_axis) if contexts.heads > 1 else out
+
+    def _gathered(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        """Attention with dropout of this context's queries to the gathered keys."""
+        axis, split = self.context.ring_axis, self.context.contexts.group
+        length = q.shape[2]
+        s = length * split.size
+        blocks = all_gather(torch.stack((k, v))[None], axis, 0, [1] * axis.size)  # [c, 2, b/(XZ), kv/Y, s/c, d]
+        k, v = blocks.movedim(0, 3).flatten(3, 4).index_select(3, order(split, s, q.device)).unbind(0)
+        queries, keys = indices(split.runs(s), q.device), torch.arange(s, device=q.device)
+        allowed = queries[:, None] >= keys if self.causal else None
+        if visible.mask is not None:
+            beside = visible.mask.allowed(queries, keys)
+            allowed = beside if allowed is None else beside & allowed
+        return self._unfused(q, k, v, batch, allowed)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         if self.training and self.dropout.probability:
@@ -58,14 +98,32 @@ class AttentionCore(nn.Module):
         )
 
     def _unfused(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, allowed: Tensor | None) -> Tensor:
-        s, shared = q.shape[2], q.shape[1] // k.shape[1]
+        s, shared = k.shape[2], q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
-        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [b/(XZ), a/Y, s, s]
+        scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])  # [b/(XZ), a/Y, s of the context, s]
         if allowed is None and self.causal:
             allowed = torch.ones(s, s, dtype=torch.bool, device=q.device).tril_()
         if allowed is not None:
             scores = scores.masked_fill(~allowed, -math.inf)
-        return self.dropout(scores.softmax(-1), (self.heads, s, s), batch) @ v
+        return self.dropout(scores.softmax(-1), (self.heads, s, s), batch, runs=self._held(s, q.shape[1])) @ v
+
+    def _held(self, s: int, heads: int) -> dict[int, Sequence[range]]:
+        """What this rank holds of the dims [heads, queries, keys] beside what the layout says."""
+        contexts, grid = self.context.contexts, self.context.grid
+        if contexts.rings > 1:
+            return {1: contexts.group.runs(s)}
+        if contexts.heads == 1:
+            return {}
+        first = Layout(self.dropout.layout.dims[1]).slices((self.heads,), grid.shape, grid.coordinates)[0].start
+        return {0: [range(first + contexts.index * heads, first + (contexts.index + 1) * heads)]}
+
+
+def _of_tile(mask: TokenMask | None, split: ContextSplit, s: int, tile: Tile, source: int) -> Tensor | None:
+    """Which keys the queries of a tile may attend to, beside causality; None without a mask."""
+    if mask is None:
+        return None
+    queries, keys = split.runs_of(tile.queries, s), replace(split, index=source).runs_of(tile.keys, s)
+    return mask.allowed(indices(queries, mask.device), indices(keys, mask.device))
 
 
 class SelfAttention(nn.Module):
@@ -102,21 +160,27 @@ class GroupedAttention(nn.Module):
     kv_heads, each rank holds whole kv heads. Where kv_heads divides the number of shards, each rank holds a piece of one head,
     and the g = Y/kv_heads consecutive ranks that share the head all-gather it, (g−1)·b·s·2d/(g·XZ) words; backward
     reduce-scatters its gradient. Raises LayoutError where neither divides the other, or a head has no g equal pieces.
+
+    Where the family norms q and k, each head by itself moves one all-reduce of γ's gradients over all ranks in backward; all
+    together, an `RMSNorm` each.
     """
 
     def __init__(
         self, config: ModelConfig, scheme: Context, name: str, out_std: float = 0.02, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
-        h, bias = config.hidden, config.architecture.biases
-        self.context, self.size = scheme, h // config.heads
+        h, width, bias = config.hidden, config.attention_width, config.has_qkv_bias
+        self.context, self.size, self.largest = scheme, config.head_size, config.clip_qkv
         inner = scheme.scheme.after_linear(scheme.residual)
         self.run = run_sharing_a_head(config, scheme, inner)
-        self.q = Linear(h, h, scheme, bias=bias, dtype=dtype)
+        self.q = Linear(h, width, scheme, bias=bias, dtype=dtype)
         self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=bias, dtype=dtype)
         self.kv.weight.joined = config.num_kv_heads, 2
-        self.joined = FusedLinear("hidden", self.q, self.kv)
-        self.out = Linear(h, h, scheme, inner, bias=bias, std=out_std, dtype=dtype)
+        self.joined = FusedLinear("hidden" if config.head_dim is None else "heads · head_dim", self.q, self.kv)
+        self.out = Linear(width, h, scheme, inner, bias=config.architecture.biases, std=out_std, dtype=dtype)
+        self.normed = config.architecture.qk_norm
+        if self.normed:
+            self.q_norm, self.k_norm = norms_of_heads(config, scheme, inner, self.run.size, dtype)
         self.rotary = Rotary(self.size, config) if "rotary_base" in config.architecture.options else None
         self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
 
@@ -126,11 +190,45 @@ class GroupedAttention(nn.Module):
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
         q, kv = (self.context.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
         kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
-        q = q.unflatten(-1, (-1, self.size)).transpose(1, 2)  # [b/(XZ), a/Y, s, d]
-        k, v = (part.transpose(1, 2) for part in kv.unflatten(-1, (-1, 2, self.size)).unbind(3))  # [b/(XZ), kv/Y, s, d]
+        k, v = kv.unflatten(-1, (-1, 2, self.size)).unbind(3)  # [b/(XZ), s, kv/Y, d]
+        if self.normed == "width":
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.size))
+        q, k, v = (part.transpose(1, 2) for part in (q.unflatten(-1, (-1, self.size)), k, v))  # [b/(XZ), a/Y, s, d]
+        if self.normed == "head":
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
+        if self.largest is not None:
+            q, k, v = (part.clamp(-self.largest, self.largest) for part in (q, k, v))
         if self.rotary is not None:
-            q, k = self.rotary(q, k)
+            contexts = self.context.contexts
+            q, k = self.rotary(q, k, contexts.runs(batch.sequence * contexts.size))
         return self.out(_stored(self.core(q, k, v, batch, visible), self.context), None, skip_bias_add)  # [b/(XY), s, h/Z]
+
+
+def norms_of_heads(
+    config: ModelConfig, scheme: Context, inner: Layout, sharing: int, dtype: torch.dtype
+) -> tuple[RMSNorm, RMSNorm]:
+    """The norms of q and k, of each head, or of all heads together.
+
+    sharing : the ranks that hold pieces of one kv head. Raises LayoutError for vectors on the diagonal, and where ranks share a
+    kv head whose norm is that of all heads.
+    """
+    if config.architecture.qk_norm == "head":
+        if scheme.scheme.vectors == "diagonal":
+            raise LayoutError("vectors 'diagonal' have no place for a norm of heads, which no axis splits. Use vectors 'copied'.")
+        layout = Layout(inner.dims[0], inner.dims[-1], (), ())  # [b, a, s, d]
+        of_q, of_k = (RMSNorm(config.head_size, scheme, layout, config.eps, dtype) for _ in "qk")
+        return of_q, of_k
+    if sharing > 1:
+        columns = scheme.columns(inner).size
+        fits = [heads for heads in divisors(config.heads) if heads % columns == 0]
+        raise LayoutError(
+            f"kv_heads {config.num_kv_heads} cannot be split over {'·'.join(inner.dims[-1])} = {columns} (grid "
+            f"{describe(scheme.grid.shape)}).\n  k is normed over all heads, so each rank holds whole ones.\n"
+            f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, fits))}."
+        )
+    widths = config.attention_width, config.num_kv_heads * config.head_size
+    of_q, of_k = (RMSNorm(width, scheme, inner, config.eps, dtype) for width in widths)
+    return of_q, of_k
 
 
 def run_sharing_a_head(config: ModelConfig, context: Context, inner: Layout) -> Axis:
@@ -138,7 +236,7 @@ def run_sharing_a_head(config: ModelConfig, context: Context, inner: Layout) -> 
 
     Raises LayoutError, naming the values of kv_heads that fit, where kv heads can be split in neither way.
     """
-    axes, columns = inner.dims[-1], 2 * config.hidden // config.heads
+    axes, columns = inner.dims[-1], 2 * config.head_size
     grid, num_shards = context.grid.shape, context.columns(inner).size
 
     def fits(groups: int) -> bool:

@@ -12,6 +12,7 @@ from ...autograd.matmul import matmul
 from ...autograd.prefetch import PrefetchSource
 from ...layout.layout import Layout, split_sizes
 from ..context import Context
+from ..context_parallel.positions import taken
 from ..parameter import ShardedModule, ShardedParameter, new_parameter
 from .product_cache import ProductCache
 
@@ -111,14 +112,14 @@ class Positions(ShardedModule):
 
         Parameters
         ----------
-        sequence : the global s; rows 0 … s−1 are added
+        sequence : s of this rank's context; the rows of its positions are added
         indices : the rows to add instead, global [b, s], such as the positions of packed documents or BERT's token types
         """
         context, grid = self.context, self.context.grid
         table = sum_gradient(context.gathered(self.weight, self.layout, self.shape), self.rows)
         if indices is None:
-            mine = Layout(context.residual.dims[1]).slices((sequence,), grid.shape, grid.coordinates)
-            rows = table[mine]
+            (mine,) = Layout(context.residual.dims[1]).slices((sequence,), grid.shape, grid.coordinates)
+            rows = taken(table, context.contexts.runs_of(mine, sequence * context.contexts.size), 0)
         else:
             rows = functional.embedding(context.block_of(indices, context.residual), table)
         return context.as_stored(context.batch_first(x) + rows)

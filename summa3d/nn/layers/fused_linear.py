@@ -11,7 +11,7 @@ from ...autograd.differentiable import Product
 from ...autograd.matmul import matmul
 from ...comm.topology import describe
 from ...errors import LayoutError
-from .linear import Linear
+from .linear import KEPT_PRODUCTS, Linear
 from .product_cache import ProductCache
 
 
@@ -40,11 +40,17 @@ class FusedLinear:
         self._runs = num_shards // first.weight.sharding.layout.num_shards(1, shape)
         self._ways = self.context.rows(self.layout).size
         self._source = self.context.prefetch_source(self._parts, self._side_by_side)
-        self._product = ProductCache(self._new_product, 8)
+        self._product = ProductCache(self._new_product, KEPT_PRODUCTS)
+        self._agreed: set[object] | None = None
 
     def _new_product(self, rows: int) -> Product:
         n = sum(linear.n for linear in self.linears)
-        return self.context.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
+        found = self.context.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
+        return found if self._agreed is None else found.agreeing_with(self._agreed)
+
+    def compare_once(self) -> None:
+        """As `Linear.compare_once`."""
+        self._agreed = set()
 
     def __call__(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
         """This rank's blocks of Y₁, Y₂, … for its block of X.

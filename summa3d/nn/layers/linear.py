@@ -21,6 +21,9 @@ from ..schemes.registry import row_axes
 from .joint_sums import VectorSum
 from .product_cache import ProductCache
 
+KEPT_PRODUCTS = 8
+"""Products of other numbers of rows that a layer keeps."""
+
 
 class Linear(ShardedModule):
     """Y = X·W + b with X [b, s, k] in `layout`, W [k, n] in the scheme's weight layout, and b along Y's last dim.
@@ -67,14 +70,23 @@ class Linear(ShardedModule):
         self.vector_sum = VectorSum(scheme.vector_rows(self.output_layout))
         self._row_shards = prod(scheme.grid.shape[axis] for axis in row_axes(self.input_layout))
         self._source = scheme.prefetch_source(self._weights)
-        self._product = ProductCache(self._new_product, 8)
+        self._product = ProductCache(self._new_product, KEPT_PRODUCTS)
+        self._agreed: set[object] | None = None
 
     def _weights(self) -> tuple[Tensor]:
         return (self.weight,)
 
     def _new_product(self, rows: int) -> Product:
         form = "nt" if self.transposed else "nn"
-        return self.context.product(self.input_layout, form, rows, self.n, self.k, self._source, self.transposed)
+        found = self.context.product(self.input_layout, form, rows, self.n, self.k, self._source, self.transposed)
+        return found if self._agreed is None else found.agreeing_with(self._agreed)
+
+    def compare_once(self) -> None:
+        """Compare calls between ranks at the first number of rows alone: they know of another that it is the same on all.
+
+        Else they are compared, for a message, at the first call of each number of rows.
+        """
+        self._agreed = set()
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X; with `skip_bias_add` a pair, so that the next kernel adds b (bias fusion).

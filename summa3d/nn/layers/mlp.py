@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from summa3d.kernels import dispatch
 
 from ...autograd.function import Function, once_differentiable
+from ...layout.layout import Layout
 from ..config import ModelConfig
 from ..context import Context
 from .bias_fusion import bias_activation
@@ -69,6 +70,7 @@ class GatedMLP(nn.Module):
     ----------
     hidden, width : the global h and f
     std, out_std : deviations of the first values of W_gate and W_up, and of W_down
+    layout : the layout of X and Y; default the residual stream's
 
     X·W_gate and X·W_up are one product (`FusedLinear`); the activation keeps its two outputs and nothing else.
     Raises LayoutError where f cannot be split evenly over the axes that split the columns.
@@ -82,18 +84,22 @@ class GatedMLP(nn.Module):
         std: float = 0.02,
         out_std: float = 0.02,
         dtype: torch.dtype = torch.float32,
+        layout: Layout | None = None,
     ) -> None:
         super().__init__()
-        self.gate = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
-        self.up = Linear(hidden, width, scheme, bias=False, std=std, dtype=dtype)
+        self.gate = Linear(hidden, width, scheme, layout, bias=False, std=std, dtype=dtype)
+        self.up = Linear(hidden, width, scheme, layout, bias=False, std=std, dtype=dtype)
         inner, transposed = self.up.output_layout, scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
         self.joined = FusedLinear("ffn", self.gate, self.up)
 
-    def forward(self, x: Tensor, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
-        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None)."""
-        gate, up = self.joined(x)  # [b/(XZ), s, f/Y] each
-        return self.down(_SwiGLU.apply(gate, up), None, skip_bias_add)
+    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+        """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None).
+
+        rows : the global number of rows, where the blocks of X may be uneven
+        """
+        gate, up = self.joined(x, rows)  # [b/(XZ), s, f/Y] each
+        return self.down(_SwiGLU.apply(gate, up), rows, skip_bias_add)
 
 
 def new_mlp(config: ModelConfig, context: Context, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:

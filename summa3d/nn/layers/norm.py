@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,15 +63,22 @@ class _Norm(ShardedModule):
     centred: bool
 
     def __init__(
-        self, n: int, scheme: Context, layout: Layout | str | None = None, eps: float = 1e-5, dtype: torch.dtype = torch.float32
+        self,
+        n: int,
+        scheme: Context,
+        layout: Layout | str | None = None,
+        eps: float = 1e-5,
+        dtype: torch.dtype = torch.float32,
+        offset: float = 0.0,
+        vectors: Sequence[str] = ("weight", "bias"),
     ) -> None:
         super().__init__()
-        self.n, self.eps = n, eps
+        self.n, self.eps, self.offset = n, eps, offset
         self.layout = scheme.residual if layout is None else Layout.of(layout)
         self.context, self.columns = scheme, scheme.columns(self.layout)
         self.vector_sum = VectorSum(scheme.vector_rows(self.layout))
-        self.weight = self._vector(1.0, dtype)
-        self.bias = self._vector(0.0, dtype) if self.centred else None
+        self.weight = self._vector(1.0 - offset, dtype) if "weight" in vectors else None
+        self.bias = self._vector(0.0, dtype) if self.centred and "bias" in vectors else None
 
     def _vector(self, value: float, dtype: torch.dtype) -> ShardedParameter:
         layout = self.context.scheme.vector(self.layout)
@@ -78,13 +86,20 @@ class _Norm(ShardedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's block of y for its block of x, in the same layout."""
-        gamma = self.context.broadcast_vector(self.weight, self.layout, self.n)
-        beta = None if self.bias is None else self.context.broadcast_vector(self.bias, self.layout, self.n)
+        gamma = self._used(self.weight, x, 1.0)
+        gamma = gamma + self.offset if self.offset else gamma
+        beta = self._used(self.bias, x, 0.0) if self.centred else None
         rows = None if self.vector_sum.joint else self.vector_sum.rows
         is_torchs = beta is not None and beta is self.bias and (rows is None or rows.size == 1) and not x.is_meta
         if is_torchs and _uses_torch_layer_norm(x, self.columns):  # it keeps β too, which is no more where β is the parameter
             return functional.layer_norm(x, (self.n,), gamma, beta, self.eps)
         return _Normalise.apply(x, gamma, beta, self.columns, rows, self.n, self.eps)
+
+    def _used(self, stored: ShardedParameter | None, x: Tensor, value: float) -> Tensor:
+        """A vector as x needs it: `value` where the norm has none."""
+        if stored is None:
+            return x.new_full(x.shape[-1:], value)
+        return self.context.broadcast_vector(stored, self.layout, self.n)
 
     def extra_repr(self) -> str:
         return f"{self.n}, eps={self.eps}, {self.layout}"
@@ -97,6 +112,8 @@ class LayerNorm(_Norm):
     ----------
     n : the global size of the last dim
     layout : the layout of x, or its text; default the residual stream's
+    offset : what is added to the stored γ, such as Gemma's 1
+    vectors : those of γ ("weight") and β ("bias") that the norm has; without, they are 1 and 0
 
     Words: one all-reduce of 2 words a row over the axes that split the last dim, forward and backward; in backward one
     all-reduce of γ's and β's gradients over the axes that split the rows (vectors "copied"; a block joins the sums of its
@@ -113,6 +130,8 @@ class RMSNorm(_Norm):
     ----------
     n : the global size of the last dim
     layout : the layout of x, or its text; default the residual stream's
+    offset : what is added to the stored γ, such as Gemma's 1
+    vectors : those of γ ("weight") and β ("bias") that the norm has; without, they are 1 and 0
 
     Words: one all-reduce of 1 word a row over the axes that split the last dim, forward and backward; in backward one
     all-reduce of γ's gradient over the axes that split the rows (vectors "copied"; a block joins the sums of its vectors).

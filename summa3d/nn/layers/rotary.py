@@ -12,6 +12,7 @@ from summa3d.kernels import dispatch
 
 from ...autograd.function import Function, once_differentiable
 from ..config import ModelConfig
+from ..context_parallel.positions import indices
 from .product_cache import ProductCache
 
 
@@ -52,19 +53,19 @@ class Rotary:
 
     The configuration may scale the angles (`angles_of`). q·k depends on differences of positions only, so the positions of
     packed documents need not restart: a token attends to its own document only. Angles are computed in float64 and their cosines
-    and sines rounded once. Moves nothing: attention holds whole sequences. Source: Su et al. 2021.
+    and sines rounded once. Moves nothing: attention holds whole sequences, or whole parts of them. Source: Su et al. 2021.
     """
 
     def __init__(self, size: int, config: ModelConfig) -> None:
         self.angles = angles_of(size, config)
         self._table = ProductCache(self._new_table, 4)
 
-    def _new_table(self, length: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of the first `length` positions, [length, d/2] each."""
-        angles = torch.arange(length, device="cpu")[:, None] * self.angles
+    def _new_table(self, runs: tuple[range, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The cosines and sines of runs of positions, [positions, d/2] each."""
+        angles = indices(runs, torch.device("cpu"))[:, None] * self.angles
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
-    def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate q and k, [b, heads, s, d] with whole sequences."""
-        table = self._table(q.shape[2], q.dtype, q.device)
+    def __call__(self, q: Tensor, k: Tensor, runs: tuple[range, ...] | None = None) -> tuple[Tensor, Tensor]:
+        """Rotate q and k, [b, heads, s, d] with the positions of `runs`, in their order; default those of whole sequences."""
+        table = self._table(runs or (range(q.shape[2]),), q.dtype, q.device)
         return _Rotate.apply(q, *table), _Rotate.apply(k, *table)

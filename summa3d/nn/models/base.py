@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from math import prod
+from math import lcm, prod
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from ...autograd.collectives import all_reduce
 from ...autograd.recompute import recompute
 from ...comm.topology import describe, replica_axes
 from ...errors import ConfigError, ShapeError
 from ...layout.distribute import collect
 from ...layout.layout import Layout
 from ..config import ModelConfig
-from ..context import Context
+from ..context import Context, check_split
+from ..context_parallel.positions import order
 from ..layers.attention import AttentionCore
 from ..layers.attention_mask import Visible, restarting_positions, visible
 from ..layers.dropout import Batch, Dropout
@@ -63,13 +65,15 @@ class Body(ShardedModule, ABC):
             scheme.prefetcher.follow(self)
         layouts = scheme.scheme
         shape, inner = layouts.shape, layouts.after_linear(layouts.residual)
-        layouts.check(config, layouts.residual.num_shards(0, shape) * inner.num_shards(0, shape))
+        check_split(scheme.contexts, layouts, config, layouts.residual.num_shards(0, shape) * inner.num_shards(0, shape))
 
     def add_blocks(self, dtype: torch.dtype) -> None:
         """Create the embedding dropout and the blocks."""
         self.dropout = Dropout(self.config.dropout, "embedding", self.context, self.context.residual)
+        config, dense = self.config, self.config.dense_layers
         self.blocks = nn.ModuleList(
-            Block(self.config, self.context.on_layer(index), f"blocks.{index}", dtype) for index in range(self.config.layers)
+            Block(config, self.context.on_layer(index), f"blocks.{index}", dtype, index not in dense)
+            for index in range(config.layers)
         )
 
     def recompute(self, kind: str, layers: int = 1, distributed: bool = False) -> None:
@@ -78,7 +82,8 @@ class Body(ShardedModule, ABC):
         Parameters
         ----------
         kind : "none"; "full", which keeps the input of every `layers` blocks, each rank its own shard; "selective", which
-            recomputes the attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, no words
+            recomputes the attention core alone, from q, k and v: most of the memory for a small part of the arithmetic, and no
+            words but those that contexts (axis cp) exchange in it
         layers : the number of blocks of one recomputed stretch (full)
         distributed : whether ranks that hold copies of the input keep a part of it each, and gather it before it is recomputed
         """
@@ -95,12 +100,19 @@ class Body(ShardedModule, ABC):
         """Raise an error where the model cannot take a batch: on every rank alike, and before any communication."""
 
     def batch_of(
-        self, inputs: Inputs, step: int = 0, first_row: int = 0, count: int | None = None, pairs: int | None = None
+        self,
+        inputs: Inputs,
+        step: int = 0,
+        first_row: int = 0,
+        count: int | None = None,
+        pairs: int | None = None,
+        step_rows: int | None = None,
     ) -> Batch:
         """Check a batch and return what its cells need to know of it; the arguments are those of `forward`."""
         self.check(inputs)
         sequence = inputs["tokens"].shape[-1] if "tokens" in inputs else self.config.sequence
-        return Batch(len(next(iter(inputs.values()))), sequence, self.seed, step, first_row, count, pairs)
+        local = self.context.contexts.local(sequence)
+        return Batch(len(next(iter(inputs.values()))), local, self.seed, step, first_row, count, pairs, step_rows)
 
     @abstractmethod
     def enter(self, inputs: Inputs, batch: Batch) -> Tensor:
@@ -115,18 +127,28 @@ class Body(ShardedModule, ABC):
         return visible(self.context, self.config.architecture.causal, inputs.get("attention_mask"), inputs.get("documents"))
 
     def through(self, x: Tensor, first: int, last: int, batch: Batch, visible: Visible) -> Tensor:
-        """Run the residual stream x through the layers first … last−1, with recomputation where `recompute` chose it."""
+        """Run the residual stream x through the layers first … last−1, with recomputation where `recompute` chose it.
+
+        Layers add router losses to the state of the pass (`PassState.add_term`).
+        """
 
         def run(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
             for block in blocks:
                 x = block(x, batch, visible)
             return x
 
+        def stretch(blocks: Iterable[nn.Module], x: Tensor) -> tuple[Tensor, ...]:
+            with self.context.state.collecting() as terms:
+                x = run(blocks, x)
+            return x, *([torch.stack(terms).sum()] if terms else [])
+
         if not self.recomputed_layers:
             return run(islice(self.blocks, first, last), x)
         for start in range(first, last, self.recomputed_layers):
             blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
-            x = recompute(partial(run, blocks), [x], blocks, self.context.copies if self.distributed_inputs else None)
+            x, *term = recompute(partial(stretch, blocks), [x], blocks, self.context.copies if self.distributed_inputs else None)
+            for one in term:
+                self.context.state.add_term(one)
         return x
 
     def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
@@ -135,8 +157,13 @@ class Body(ShardedModule, ABC):
         return self.through(x, 0, len(self.blocks), batch, self.visible(inputs))
 
     def loss_of(self, inputs: Inputs, batch: Batch) -> Tensor:
-        """The loss of a batch: all cells, one after the other."""
-        return self.leave(self.encoded(inputs, batch), inputs, batch)
+        """The loss of a batch: all cells, one after the other, and the router losses of training."""
+        if self.training and batch.step_rows is None and (self.config.balance_weight or self.config.z_weight):
+            self._check_alone("A router loss", "step_rows", "rows")
+        with self.context.state.collecting() as terms:
+            loss = self.leave(self.encoded(inputs, batch), inputs, batch)
+        term = summed_terms(self.context, terms)
+        return loss if term is None else loss + term.to(loss.dtype)
 
     def drop(self, x: Tensor, batch: Batch) -> Tensor:
         """The embedding dropout of the residual stream x."""
@@ -148,7 +175,7 @@ class Body(ShardedModule, ABC):
         Raises LayoutError where the scheme cannot split b or s, ShapeError for another number of dims or too long sequences,
         DataError for tokens of another dtype than int64 and int32, and outside the vocabulary (on the host only, `check_ids`).
         """
-        self.context.scheme.check(self.config, len(tokens), tokens.shape[-1])
+        check_split(self.context.contexts, self.context.scheme, self.config, len(tokens), tokens.shape[-1])
         if tokens.dim() != 2 or not 1 <= tokens.shape[1] <= self.config.sequence:
             raise ShapeError(f"tokens have shape {tuple(tokens.shape)}; the model takes [batch, 1 … {self.config.sequence}].")
         check_ids("tokens", tokens, self.config.vocabulary, f"the vocabulary has {self.config.vocabulary}")
@@ -159,8 +186,12 @@ class Body(ShardedModule, ABC):
 
     def whole_logits(self, logits: Tensor, layout: Layout, batch: Batch) -> Tensor:
         """All-gather the global logits [b, s, v] onto every rank, from this rank's block as stored in `layout`."""
-        shape = (batch.rows, batch.sequence, self.config.vocabulary)
-        return collect(self.context.batch_first(logits), self.context.grid, layout, shape)
+        shape, contexts = (batch.rows, batch.sequence, self.config.vocabulary), self.context.contexts
+        part = collect(self.context.batch_first(logits), self.context.grid, layout, shape)
+        if contexts.size == 1:
+            return part
+        whole: Tensor = self.context.whole["cp"].all_gather(part.contiguous(), 1)
+        return whole.index_select(1, order(contexts, whole.shape[1], whole.device))
 
     def loss(self, logits: Tensor, labels: Tensor, layout: Layout, classes: int, count: int | None) -> Tensor:
         """The cross entropy of the global batch: one number, the same on every rank.
@@ -176,13 +207,8 @@ class Body(ShardedModule, ABC):
         """
         if count is not None and not (hasattr(count, "__float__") and -(2**63) <= count < 2**63):
             raise ConfigError(f"A loss is divided by the number of counted labels; `count` is {count!r}.")
-        shape = self.context.whole.shape
-        replicas = {axis: shape[axis] for axis in replica_axes(shape)}
-        if count is None and replicas:
-            raise ConfigError(
-                f"A loss on {prod(replicas.values())} replicas ({describe(replicas)}) needs `count`, the number of counted "
-                "labels of the whole step."
-            )
+        if count is None:
+            self._check_alone("A loss", "count", "counted labels")
         count = max(int((labels >= 0).sum()), 1) if count is None else count
         if labels.dim() == 1:
             grid = self.context.grid
@@ -190,6 +216,21 @@ class Body(ShardedModule, ABC):
         else:
             mine = self.context.as_stored(self.context.block_of(labels, layout))
         return cross_entropy(logits, mine, self.context, layout, classes, count)
+
+    def _check_alone(self, what: str, argument: str, number: str) -> None:
+        """Raise ConfigError where replicas hold other rows of the step: each knows its own number alone."""
+        shape = self.context.whole.shape
+        replicas = {axis: shape[axis] for axis in replica_axes(shape)}
+        if replicas:
+            raise ConfigError(
+                f"{what} on {prod(replicas.values())} replicas ({describe(replicas)}) needs `{argument}`, the number of {number} "
+                "of the whole step."
+            )
+
+
+def summed_terms(context: Context, terms: Sequence[Tensor]) -> Tensor | None:
+    """The sum of what layers add to the loss, the same on every rank of the inner grid; None where they add nothing."""
+    return all_reduce(torch.stack(list(terms)).sum(), context.rows(context.residual)) if terms else None
 
 
 class LanguageModel(Body):
@@ -232,6 +273,7 @@ class LanguageModel(Body):
         count: int | None = None,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
+        step_rows: int | None = None,
     ) -> Tensor:
         """The loss of a micro-batch.
 
@@ -244,10 +286,11 @@ class LanguageModel(Body):
         attention_mask : global [b, s], 0 at padding
         documents : global [b, s] ids of packed documents, runs of equal ids: a token attends to its own document, and learned
             positions restart with each
+        step_rows : the rows of the whole step, over which router losses are means; default those of this micro-batch
         """
         check_tensors(tokens=tokens, labels=labels)
         inputs = given(tokens=tokens, labels=labels, attention_mask=attention_mask, documents=documents)
-        return self.loss_of(inputs, self.batch_of(inputs, step, first_row, count))
+        return self.loss_of(inputs, self.batch_of(inputs, step, first_row, count, step_rows=step_rows))
 
     def check(self, inputs: Inputs) -> None:
         """Raise LayoutError, ShapeError or DataError for tokens, labels or masks that the model cannot take (`check_tokens`)."""
@@ -282,13 +325,19 @@ class LanguageModel(Body):
 
     def padded(self, tokens: Tensor) -> Inputs:
         """The batch of global tokens [b, s], which may have any length: causal, padding changes no position before it."""
-        num_shards = self.context.residual.num_shards(1, self.context.scheme.shape)
-        return {"tokens": functional.pad(tokens, (0, -tokens.shape[1] % num_shards))}
+        contexts = self.context.contexts
+        num_shards = contexts.size * self.context.residual.num_shards(1, self.context.scheme.shape)
+        return {"tokens": functional.pad(tokens, (0, -tokens.shape[1] % lcm(num_shards, contexts.multiple)))}
 
     def leave_at(self, x: Tensor, position: int, batch: Batch) -> Tensor:
-        """The global logits [b, v] of one position of the residual stream x after the last layer, on every rank that holds it."""
-        layouts, head = self.context.scheme, self.output()
-        here = self.context.tokens_at(self.norm(x), position, batch.sequence)
+        """The global logits [b, v] of one position of the residual stream x after the last layer, on every rank of the stage.
+
+        The context that holds the position broadcasts them along cp: b·v words on the others, which compute as many of their own.
+        """
+        layouts, head, contexts = self.context.scheme, self.output(), self.context.contexts
+        owner, place = contexts.owner(position, batch.sequence * contexts.size)
+        here = self.context.tokens_at(self.norm(x), place, batch.sequence)
         logits = head.head(here, layouts.pooled, rows=batch.rows)
         shape = (batch.rows, self.config.vocabulary)
-        return collect(logits, self.context.grid, layouts.after_linear(layouts.pooled), shape)
+        found = collect(logits, self.context.grid, layouts.after_linear(layouts.pooled), shape)
+        return found if contexts.size == 1 else self.context.whole["cp"].broadcast(found.contiguous(), owner)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from ..config import ModelConfig
+from ..config import FAMILIES, ModelConfig
 from ..context import Context
 from .bert import BERT
 from .gpt import GPT
 from .llama import Llama
+from .mixtral import Mixtral
 from .vit import ViT
 
-Model = GPT | BERT | Llama | ViT
+Model = GPT | BERT | Llama | Mixtral | ViT
 MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama, "vit": ViT}
+MODELS |= {family: Mixtral for family, architecture in FAMILIES.items() if "experts" in architecture.options}
 
 
 def build(config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> Model:

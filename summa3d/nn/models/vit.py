@@ -9,7 +9,7 @@ from ...autograd.collectives import sum_gradient
 from ...errors import ShapeError
 from ...layout.distribute import collect
 from ..config import ModelConfig
-from ..context import Context
+from ..context import Context, check_split
 from ..layers.dropout import Batch
 from ..layers.embedding import Positions
 from ..layers.linear import Linear
@@ -72,7 +72,7 @@ class ViT(Body):
         check_ids("labels", labels, self.classes, f"there are {self.classes} classes", ignored=True)
         if images.shape[1:] != shape:
             raise ShapeError(f"images have shape {tuple(images.shape)}; the model takes [batch, {', '.join(map(str, shape))}].")
-        self.context.scheme.check(self.config, len(images))
+        check_split(self.context.contexts, self.context.scheme, self.config, len(images))
 
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of the classes, which the class token predicts."""

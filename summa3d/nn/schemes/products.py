@@ -28,10 +28,12 @@ class LaidOutProduct:
     the result, summed. Where the two split a dim by different axes, the product is taken in panels of it.
 
     sizes : dim → size. axes : of each operand, dim → axes. shared : dim → axes that split the work. panels : dim → the axes of
-    either operand, of those that are taken in panels
+    either operand, of those that are taken in panels. held : the part of B that a rank multiplies with at least: of the experts
+    that a token goes to, one
     """
 
-    def __init__(self, plan: ProductPlan) -> None:
+    def __init__(self, plan: ProductPlan, held: float = 1.0) -> None:
+        self.held = held
         names = plan.a_names, plan.b_names, "mn"
         self.sizes: dict[str, int] = {"m": plan.m, "n": plan.n, "k": plan.k}
         self.axes = [dict(zip(dims, layout.dims, strict=True)) for dims, (layout, _) in zip(names, plan.stored, strict=True)]
@@ -46,8 +48,8 @@ class LaidOutProduct:
 
     def words(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Numeric:
         """Words of a rank's block of an operand of the whole product, which has so many rows (m)."""
-        dims = self.axes[operand]
-        return prod((rows if dim == "m" else self.sizes[dim]) / parts(axes, grid) for dim, axes in dims.items())
+        dims, part = self.axes[operand], self.held if operand == B else 1.0
+        return part * prod((rows if dim == "m" else self.sizes[dim]) / parts(axes, grid) for dim, axes in dims.items())
 
     def gathered(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Iterator[tuple[str, Numeric]]:
         """(axis, words that a rank receives) of a gather of an operand."""
@@ -87,7 +89,10 @@ def alone(scheme: str) -> Scheme:
 @cache
 def products_of(scheme: str, model: ModelConfig) -> tuple[LaidOutProduct, ...]:
     """The products of a block with its weights, in order."""
-    return tuple(LaidOutProduct(plan) for plan in alone(scheme).block(model, 1))
+    fed = (model.expert_width + model.shared_width) / model.matrices[-1][0] if model.num_experts else 1.0
+    return tuple(
+        LaidOutProduct(plan, held) for plan, held in zip(alone(scheme).block(model, 1), (1.0, 1.0, fed, fed), strict=True)
+    )
 
 
 @cache

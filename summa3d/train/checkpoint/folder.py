@@ -43,7 +43,7 @@ OLD = ".old-"
 """How the folder of a checkpoint begins that is being deleted."""
 OWN_NAMES = re.compile(r"rank-\d+\.safetensors|(\.[0-9a-f]{12}-)?index\.json")
 """What the folder of a checkpoint holds; a user's files in it are left alone."""
-FREE_KEYS = ("dropout", "attention_dropout")
+FREE_KEYS = ("dropout", "attention_dropout", "balance")
 """Keys of a model that may change when a run is resumed: no weight depends on them."""
 
 
@@ -188,7 +188,13 @@ def identity(model: ModelConfig) -> dict[str, Any]:
         "rotary_base": model.theta,
         "activation": model.activation_function,
     }
-    filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied}
+    filled |= {"rotary_scaling": model.scaling, "tied_head": model.tied, "qkv_bias": model.has_qkv_bias}
+    filled["head_dim"] = None if model.head_size * model.heads == model.hidden else model.head_size
+    if model.num_experts:
+        filled |= {"experts": model.num_experts, "experts_per_token": model.num_chosen}
+        widths = {"width": model.expert_width, "shared": model.shared_width}
+        filled["moe"] = {**widths, "renormalise": model.renormalised, "dense": sorted(model.dense_layers)}
+        filled["moe"] |= {"scores": model.moe.scored_by, "groups": model.moe.competing, "bias": model.moe.bias_rate is not None}
     table = {**toml.dump(model), **filled}
     return {f"model.{key}": table[key] for key in sorted(table) if key not in FREE_KEYS}
 

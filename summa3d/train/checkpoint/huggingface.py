@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,12 @@ ORIGINAL = "hf_config.json"
 """Name of the imported config.json in the run folder: export restores the keys that summa3d does not know."""
 PROPERTIES = {"ffn": "ffn_dim", "norm_eps": "eps", "kv_heads": "num_kv_heads", "rotary_base": "theta"}
 PROPERTIES |= {"rotary_scaling": "scaling", "tied_head": "tied", "activation": "activation_function"}
+PROPERTIES |= {"experts": "num_experts", "experts_per_token": "num_chosen", "balance": "balance_weight", "head_dim": "head_size"}
+PROPERTIES |= {"qkv_bias": "has_qkv_bias", "moe.width": "expert_width", "moe.shared": "shared_width"}
+PROPERTIES |= {"moe.renormalise": "renormalised"}
 """Key of ModelConfig → the property that fills in the family's default."""
+LISTS = ("moe.dense",)
+"""The keys of ModelConfig that are text with commas, and lists in config.json."""
 ONE_RANK = Place({"r": 1})
 """A grid of one rank, on which an exported tensor is assembled."""
 
@@ -145,6 +151,11 @@ def export_folder(
             f"A gpt2 model of {model.heads} heads and {model.kv_heads} heads of k and v cannot be exported: "
             f"{FAMILIES['gpt2'].architecture} has as many of each. Our checkpoints hold it, on any grid."
         )
+    if model.moe.competing != (1, 1) or model.moe.scored_by != "softmax" or model.moe.bias_rate is not None:
+        raise CheckpointError(
+            f"A {model.family} model with model.moe.scores, groups or bias_rate cannot be exported: "
+            f"{FAMILIES[model.family].architecture} has none of them. Our checkpoints hold it, on any grid."
+        )
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
     run = run_of(saved)
@@ -231,14 +242,19 @@ def _unsharded(shape: tuple[int, ...]) -> Sharding:
 
 
 def rules_of(model: ModelConfig) -> list[TensorRule]:
-    """The rules of all tensors of a model, with the layers' numbers in the names."""
-    mapping = FAMILIES[model.family]
+    """The rules of all tensors of a model, with the layers' and experts' numbers in the names."""
+    mapping, dense = FAMILIES[model.family], model.dense_layers
 
-    def numbered(rule: TensorRule, layer: int) -> TensorRule:
-        return replace(rule, ours=rule.ours.format(layer), theirs=tuple(name.format(layer) for name in rule.theirs))
+    def numbered(rule: TensorRule, layer: int) -> Iterator[TensorRule]:
+        other = ".moe." if layer in dense else ".mlp."
+        if other in rule.ours or (rule.unless and getattr(model, rule.unless)):
+            return
+        for expert in range(model.num_experts if rule.ours.count("{}") > 1 else 1):
+            theirs = tuple(name.format(layer, expert) for name in rule.theirs)
+            yield replace(rule, ours=rule.ours.format(layer, expert), theirs=theirs)
 
     once = (rule for rule in mapping.once if not (rule.unless and getattr(model, rule.unless)))
-    return [*once, *(numbered(rule, layer) for layer in range(model.layers) for rule in mapping.layer)]
+    return [*once, *(one for layer in range(model.layers) for rule in mapping.layer for one in numbered(rule, layer))]
 
 
 def to_ours(rule: TensorRule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
@@ -265,7 +281,9 @@ def to_theirs(rule: TensorRule, ours: Tensor, model: ModelConfig) -> list[Tensor
 def our_shape(rule: TensorRule, model: ModelConfig) -> tuple[int, ...]:
     """The shape of the summa3d tensor of `rule`."""
     sizes = {"h": model.hidden, "f": model.ffn_dim, "v": model.vocabulary, "s": model.sequence, "2": 2}
-    sizes |= {"3h": 3 * model.hidden, "kv": 2 * model.num_kv_heads * (model.hidden // model.heads)}
+    sizes |= {"e": model.num_experts, "w": model.expert_width, "u": model.shared_width, "1": 1, "3h": 3 * model.hidden}
+    d, kv = model.head_size, model.num_kv_heads * model.head_size
+    sizes |= {"a": model.attention_width, "d": d, "kd": kv, "kv": 2 * kv}
     return tuple(sizes[extent] for extent in rule.shape.split())
 
 
@@ -314,15 +332,18 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
     values: dict[str, Any] = {"family": family}
     for ours, (theirs, default) in mapping.keys.items():
         found = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
+        found = {key: _in_text(value) if ours in LISTS else value for key, value in found.items()}
         wrong = next((key for key, value in found.items() if not isinstance(value, (int, float, str))), None)
         if wrong is not None:
             raise CheckpointError(f"{source}: config.json says {wrong} = {found[wrong]!r}, which is neither a number nor text.")
         if len(set(found.values())) > 1:
             raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for these, model.{ours}.")
         value = next(iter(found.values()), default)
-        values[ours] = mapping.words.get(ours, {}).get(value, value)
-    head = original.get("head_dim")
-    config = toml.build(ModelConfig, {key: value for key, value in values.items() if value is not None}, "model.")
+        value = mapping.words.get(ours, {}).get(value, value)
+        if value is not None:
+            toml.assign(values, ours, value)
+    head = None if "head_dim" in mapping.keys else original.get("head_dim")
+    config = toml.build(ModelConfig, values, "model.")
     if head is not None and (type(head) is not int or head * config.heads != config.hidden):
         raise CheckpointError(
             f"{source}: config.json says head_dim = {head}, but {config.heads} heads × {head} differ from hidden = "
@@ -341,15 +362,16 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
     for ours, (theirs, _) in mapping.keys.items():
         value, words = _ours(model, ours), mapping.words.get(ours, {})
         written = next((word for word, meaning in words.items() if meaning == value), value)
+        written = [int(one) for one in written.split(",") if one] if ours in LISTS and written is not None else written
         for key in theirs if value is not None else ():
-            if words.get(_lookup(result, key, None)) != value:
+            if words.get(_in_text(_lookup(result, key, None))) != value:
                 toml.assign(result, key, written)
     return {**result, "architectures": [mapping.architecture], "dtype": dtype}
 
 
 def _ours(model: ModelConfig, key: str) -> Any:
     """The value of a key of ModelConfig, with the family's default filled in."""
-    return getattr(model, PROPERTIES.get(key, key))
+    return attrgetter(PROPERTIES.get(key, key))(model)
 
 
 def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
@@ -363,6 +385,11 @@ def _renamed(original: dict[str, Any], mapping: Mapping) -> dict[str, Any]:
             if path and not table:
                 toml.assign(result, ".".join(path), None)
     return result
+
+
+def _in_text(value: Any) -> Any:
+    """A list of whole numbers as text with commas; what is none, as it is."""
+    return ",".join(map(str, value)) if isinstance(value, list) else value
 
 
 def _lookup(table: dict[str, Any], key: str, default: Any) -> Any:

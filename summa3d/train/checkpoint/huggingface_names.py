@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
 @dataclass(frozen=True)
 class TensorRule:
-    """A summa3d tensor and the Transformers tensors that it is made of; `{}` in a name stands for the layer's number.
+    """A summa3d tensor and the Transformers tensors that it is made of.
+
+    `{}` in a name stands for the layer's number, a second one for an expert's.
 
     Attributes
     ----------
@@ -115,30 +117,77 @@ GPT2 = Mapping(
 )
 
 ROPE = ("rope_type", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+DECODER = (
+    TensorRule("embedding.weight", "v h", ("model.embed_tokens.weight",)),
+    TensorRule("norm.weight", "h", ("model.norm.weight",)),
+    TensorRule("head.weight", "v h", ("lm_head.weight",), unless="tied"),
+)
+"""The tensors that a decoder of Llama's kind has once."""
+GROUPED = (
+    TensorRule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
+    TensorRule("blocks.{}.attention.q.weight", "h a", ("model.layers.{}.self_attn.q_proj.weight",), transposed=True),
+    TensorRule(
+        "blocks.{}.attention.kv.weight",
+        "h kv",
+        ("model.layers.{}.self_attn.k_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
+        transposed=True,
+        heads="num_kv_heads",
+        parts=2,
+    ),
+    TensorRule("blocks.{}.attention.out.weight", "a h", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
+    TensorRule("blocks.{}.mlp_norm.weight", "h", ("model.layers.{}.post_attention_layernorm.weight",)),
+)
+"""Those of a layer's grouped attention, and of its norms."""
+QKV_BIASES = (
+    TensorRule("blocks.{}.attention.q.bias", "a", ("model.layers.{}.self_attn.q_proj.bias",), unless="plain_qkv"),
+    TensorRule(
+        "blocks.{}.attention.kv.bias",
+        "kv",
+        ("model.layers.{}.self_attn.k_proj.bias", "model.layers.{}.self_attn.v_proj.bias"),
+        heads="num_kv_heads",
+        parts=2,
+        unless="plain_qkv",
+    ),
+)
+
+
+def gated(ours: str, width: str, theirs: str) -> tuple[TensorRule, ...]:
+    """The rules of a gated feed-forward layer of a width, by the names of both."""
+    sizes = {"gate": f"h {width}", "up": f"h {width}", "down": f"{width} h"}
+    return tuple(
+        TensorRule(
+            f"blocks.{{}}.{ours}.{part}.weight", size, (f"model.layers.{{}}.{theirs}.{part}_proj.weight",), transposed=True
+        )
+        for part, size in sizes.items()
+    )
+
+
+def norms_of_heads(of_q: str, of_k: str) -> tuple[TensorRule, ...]:
+    """The rules of the norms of q and k, by their sizes."""
+    return (
+        TensorRule("blocks.{}.attention.q_norm.weight", of_q, ("model.layers.{}.self_attn.q_norm.weight",)),
+        TensorRule("blocks.{}.attention.k_norm.weight", of_k, ("model.layers.{}.self_attn.k_norm.weight",)),
+    )
+
+
+def experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
+    """The rules of a layer's router and experts, by the Transformers names of a layer's experts and of their weights."""
+    of = f"model.layers.{{}}.{block}.experts.{{}}"
+    return (
+        TensorRule("blocks.{}.moe.router.weight", "h e", (f"model.layers.{{}}.{block}.gate.weight",), transposed=True),
+        TensorRule("blocks.{}.moe.experts.{}.gate.weight", "h w", (f"{of}.{gate}.weight",), transposed=True),
+        TensorRule("blocks.{}.moe.experts.{}.up.weight", "h w", (f"{of}.{up}.weight",), transposed=True),
+        TensorRule("blocks.{}.moe.experts.{}.down.weight", "w h", (f"{of}.{down}.weight",), transposed=True),
+    )
+
+
 LLAMA = Mapping(
     architecture="LlamaForCausalLM",
     base="model.",
-    once=(
-        TensorRule("embedding.weight", "v h", ("model.embed_tokens.weight",)),
-        TensorRule("norm.weight", "h", ("model.norm.weight",)),
-        TensorRule("head.weight", "v h", ("lm_head.weight",), unless="tied"),
-    ),
+    once=DECODER,
     layer=(
-        TensorRule("blocks.{}.attention_norm.weight", "h", ("model.layers.{}.input_layernorm.weight",)),
-        TensorRule("blocks.{}.attention.q.weight", "h h", ("model.layers.{}.self_attn.q_proj.weight",), transposed=True),
-        TensorRule(
-            "blocks.{}.attention.kv.weight",
-            "h kv",
-            ("model.layers.{}.self_attn.k_proj.weight", "model.layers.{}.self_attn.v_proj.weight"),
-            transposed=True,
-            heads="num_kv_heads",
-            parts=2,
-        ),
-        TensorRule("blocks.{}.attention.out.weight", "h h", ("model.layers.{}.self_attn.o_proj.weight",), transposed=True),
-        TensorRule("blocks.{}.mlp_norm.weight", "h", ("model.layers.{}.post_attention_layernorm.weight",)),
-        TensorRule("blocks.{}.mlp.gate.weight", "h f", ("model.layers.{}.mlp.gate_proj.weight",), transposed=True),
-        TensorRule("blocks.{}.mlp.up.weight", "h f", ("model.layers.{}.mlp.up_proj.weight",), transposed=True),
-        TensorRule("blocks.{}.mlp.down.weight", "f h", ("model.layers.{}.mlp.down_proj.weight",), transposed=True),
+        *GROUPED,
+        *gated("mlp", "f", "mlp"),
     ),
     keys={
         "layers": (("num_hidden_layers",), 32),
@@ -174,6 +223,107 @@ LLAMA = Mapping(
         "rope_scaling.type": "rope_parameters.rope_type",
         **{f"rope_scaling.{key}": f"rope_parameters.{key}" for key in ROPE},
     },
+)
+
+ROTARY_FIXED = {key: LLAMA.fixed[key] for key in LLAMA.fixed if key.startswith("rope_")}
+MIXTRAL = replace(
+    LLAMA,
+    architecture="MixtralForCausalLM",
+    layer=(*GROUPED, *experts("block_sparse_moe", "w1", "w3", "w2")),
+    keys={
+        **LLAMA.keys,
+        "kv_heads": (("num_key_value_heads",), 8),
+        "ffn": (("intermediate_size",), 14336),
+        "sequence": (("max_position_embeddings",), 131072),
+        "norm_eps": (("rms_norm_eps",), 1e-5),
+        "rotary_base": (("rope_parameters.rope_theta",), 1e6),
+        "experts": (("num_local_experts",), 8),
+        "experts_per_token": (("num_experts_per_tok",), 2),
+        "balance": (("router_aux_loss_coef",), 0.001),
+        "head_dim": (("head_dim",), None),
+    },
+    fixed={
+        "model_type": ("mixtral",),
+        "hidden_act": ("silu",),
+        "sliding_window": (None,),
+        "router_jitter_noise": (0.0,),
+        **ROTARY_FIXED,
+    },
+)
+
+QWEN2_MOE = replace(
+    LLAMA,
+    architecture="Qwen2MoeForCausalLM",
+    layer=(
+        *GROUPED,
+        *QKV_BIASES,
+        *gated("mlp", "f", "mlp"),
+        *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+        *gated("moe.shared", "u", "mlp.shared_expert"),
+        TensorRule(
+            "blocks.{}.moe.shared_gate.weight", "h 1", ("model.layers.{}.mlp.shared_expert_gate.weight",), transposed=True
+        ),
+    ),
+    keys={
+        **LLAMA.keys,
+        "kv_heads": (("num_key_value_heads",), 16),
+        "ffn": (("intermediate_size",), 5632),
+        "sequence": (("max_position_embeddings",), 32768),
+        "qkv_bias": (("qkv_bias",), True),
+        "experts": (("num_experts",), 60),
+        "experts_per_token": (("num_experts_per_tok",), 4),
+        "balance": (("router_aux_loss_coef",), 0.001),
+        "moe.width": (("moe_intermediate_size",), 1408),
+        "moe.shared": (("shared_expert_intermediate_size",), 5632),
+        "moe.renormalise": (("norm_topk_prob",), False),
+        "moe.dense": (("mlp_only_layers",), None),
+    },
+    fixed={
+        "model_type": ("qwen2_moe",),
+        "hidden_act": ("silu",),
+        "use_sliding_window": (False,),
+        "decoder_sparse_step": (1,),
+        **ROTARY_FIXED,
+    },
+)
+
+QWEN3_MOE = replace(
+    LLAMA,
+    architecture="Qwen3MoeForCausalLM",
+    layer=(
+        *GROUPED,
+        *norms_of_heads("d", "d"),
+        *gated("mlp", "f", "mlp"),
+        *experts("mlp", "gate_proj", "up_proj", "down_proj"),
+    ),
+    keys={
+        **{key: QWEN2_MOE.keys[key] for key in QWEN2_MOE.keys if key not in ("qkv_bias", "moe.shared")},
+        "kv_heads": (("num_key_value_heads",), 4),
+        "ffn": (("intermediate_size",), 6144),
+        "experts": (("num_experts", "num_local_experts"), 128),
+        "experts_per_token": (("num_experts_per_tok",), 8),
+        "moe.width": (("moe_intermediate_size",), 768),
+        "head_dim": (("head_dim",), None),
+    },
+    fixed={**QWEN2_MOE.fixed, "model_type": ("qwen3_moe",), "attention_bias": (False,)},
+)
+
+OLMOE = replace(
+    LLAMA,
+    architecture="OlmoeForCausalLM",
+    layer=(*GROUPED, *norms_of_heads("a", "kd"), *experts("mlp", "gate_proj", "up_proj", "down_proj")),
+    keys={
+        **LLAMA.keys,
+        "ffn": (("intermediate_size",), 2048),
+        "sequence": (("max_position_embeddings",), 4096),
+        "norm_eps": (("rms_norm_eps",), 1e-5),
+        "clip_qkv": (("clip_qkv",), None),
+        "experts": (("num_experts",), 64),
+        "experts_per_token": (("num_experts_per_tok",), 8),
+        "balance": (("router_aux_loss_coef",), 0.01),
+        "moe.renormalise": (("norm_topk_prob",), False),
+    },
+    fixed={"model_type": ("olmoe",), "hidden_act": ("silu",), "attention_bias": (False,), **ROTARY_FIXED},
 )
 
 BERT = Mapping(
@@ -232,4 +382,5 @@ BERT = Mapping(
     ignored=("embeddings.position_ids",),
 )
 
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bert": BERT, "mixtral": MIXTRAL}
+FAMILIES |= {"qwen2_moe": QWEN2_MOE, "qwen3_moe": QWEN3_MOE, "olmoe": OLMOE}
