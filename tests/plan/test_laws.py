@@ -123,7 +123,7 @@ def test_the_closed_form_of_a_pipeline_is_its_simulation_where_its_stages_are_al
     times = Times(CLUSTER, store)
     for plan in plans(many):
         step, simulated = times.step(plan), times.seconds(plan)
-        assert times.closed(plan) == pytest.approx(simulated, rel=0.07 if plan.pp > 1 else 1e-12), plan
+        assert simulated * (1 - 1e-12) <= times.estimate(plan) <= simulated * (1.015 if plan.inner.split else 1 + 1e-12), plan
         bare = [{**of, ENTER: 0.0, LEAVE: 0.0} for of in (step.parts.forward, step.parts.backward, step.parts.weights)]
         parts = Durations(bare[0], bare[1], 0.0, 0.0, bare[2])
         alike = replace(step, parts=parts)

@@ -223,7 +223,7 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
     for plan in plans(SPACE):
         placements = [*tiles(plan, SPACE.nodes)] if not refused(SPACE, plan) else []
         held = bounds_hold(bounds, plan, placements)
-        prices += [(search.times.closed(one), str(one)) for one in placements if held <= LIMIT]
+        prices += [(search.times.estimate(one), str(one)) for one in placements if held <= LIMIT]
     assert len(prices) >= 30
     assert min(prices)[0] == pytest.approx(min(one[0] for one in search.done))
     assert any(reason == "slower than the best by a lower bound" for _, reason in found.rejected)
@@ -244,9 +244,9 @@ def bounds_hold(bounds: Bounds, plan: Plan, placements: list[Plan]) -> int:
     assert states <= least <= held, plan
     floor = float(bounds.floor(rows, at, (0, 0))[0])
     for one, placed in zip(placements, bounds.placed(plan, placements), strict=True):
-        closed = times.closed(one)
+        closed = times.estimate(one)
         assert floor <= placed * (1 + 1e-9) and placed <= closed * (1 + 1e-9), one
-        assert times.closed(one, least=True) <= closed * (1 + 1e-9), one
+        assert times.estimate(one, least=True) <= closed * (1 + 1e-9), one
     return held
 
 

@@ -370,7 +370,7 @@ def _closed(
     micro_batches: Numeric,
     layers: tuple[Numeric, Numeric, Numeric, Numeric],
 ) -> Numeric:
-    """Seconds of a pipeline at least.
+    """Seconds of a pipeline at least: of its first rank, and of its last one behind those before it.
 
     split : of a block, where backward is split: the last rank waits for the forwards of those before it, and is never sure to
     wait again. layers : of the first and the last rank, and of the smallest stage; whether the first has the last stage too.
@@ -378,7 +378,7 @@ def _closed(
     (first, last, least, both), block = layers, parts[BLOCK]
     of_first, of_last = first * block + parts[ENTER] + parts[LEAVE] * both, last * block + parts[LEAVE] * (1 - both)
     if split is None:
-        return micro_batches * np.maximum(of_first, of_last) + (pp - 1) * least * block
+        return np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * block)
     found = np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * split.forward)
     return np.maximum(found, split.one * _of_one_chunk(parts, split, pp, micro_batches, layers))
 

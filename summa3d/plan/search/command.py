@@ -137,7 +137,7 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
             cells, units = searched.times.store.cells(plan.inner, plan.units)
             held = memory(plan, cells, units, searched.times.muon(plan))
             if held.total <= searched.limit:
-                priced.append((searched.times.closed(plan), str(plan), plan, held))
+                priced.append((searched.times.estimate(plan), str(plan), plan, held))
         if priced:
             _, _, plan, held = min(priced, key=lambda one: one[:2])
             return searched.priced(plan, held)

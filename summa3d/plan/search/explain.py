@@ -101,8 +101,8 @@ def changeable(cluster: Cluster, dtype: str) -> list[str]:
 
 
 def on_changed(one: Priced, other: Times, times: Times) -> float:
-    """Seconds of a plan on a cluster with other numbers: its pipeline in closed form, as far from the simulation as before."""
-    return other.closed(one.plan) * one.seconds / times.closed(one.plan)
+    """Seconds of a plan on a cluster with other numbers: as far from the whole simulation as on the described one."""
+    return other.estimate(one.plan) * one.seconds / times.estimate(one.plan)
 
 
 def _smallest_change(cluster: Cluster, keys: list[str], one: Priced, first: Priced, times: Times) -> str:

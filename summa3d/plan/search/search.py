@@ -31,8 +31,8 @@ Tell = Callable[[int, int, int], None]
 EVERY = 0.5
 """Seconds between two reports."""
 TILE = ("tile", "grid.tile")
-NEAR = 1.06
-"""Plans whose closed form is within so much of the last one that is kept are simulated as well: it is up to 6 % off."""
+NEAR = 1.015
+"""Plans whose estimate is within so much of the last one that is kept are simulated whole: it is at most so much too long."""
 IN_PIECES = 3
 """So many of the fastest plans are priced in pieces, too, where their grids leave a node."""
 AHEAD = 63
@@ -229,7 +229,7 @@ class PlanSearch:
             if self._hopeless(plan.family, floor):
                 self.rejected[plan.family, "slower than the best by a lower bound"] += 1
                 continue
-            bound = self.times.closed(one, least=True)
+            bound = self.times.estimate(one, least=True)
             mark = bound, str(self.times.least(one).forward) if plan.inner.split else ""
             if mark in seen:
                 self.rejected[plan.family, "its placement loads the links as another's"] += 1
@@ -238,7 +238,7 @@ class PlanSearch:
             if self._hopeless(plan.family, bound):
                 self.rejected[plan.family, "slower than the best by counted operations"] += 1
                 continue
-            self._keep(self.times.closed(one), one, held)
+            self._keep(self.times.estimate(one), one, held)
 
     def _keep(self, seconds: float, plan: Plan, held: Memory) -> None:
         self.done.append((seconds, plan, held))

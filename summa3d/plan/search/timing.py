@@ -1,4 +1,4 @@
-"""Seconds of plans: least times by closed forms and by counted operations, and the replay of their cells."""
+"""Seconds of plans: least times by counted operations, the replay of their cells, and pipelines of some micro-batches."""
 
 from __future__ import annotations
 
@@ -133,10 +133,10 @@ class Times:
         topology = Topology({"dp": plan.dp, "pp": plan.pp}, ("dp", "pp"), {"dp": 1, "pp": 1})
         return PlacedPlan(cells, topology, plan.schedule, plan.layers, plan.micro_batches, parts=parts)
 
-    def closed(self, plan: Plan, least: bool = False) -> float:
-        """Seconds of the plan, the pipeline by its closed form, or, with `least`, by what is no more than that."""
+    def estimate(self, plan: Plan, least: bool = False) -> float:
+        """Seconds of the plan, some micro-batches of its pipeline simulated, or, with `least`, what is no more than that."""
         step = self.step(plan, least)
-        return (step.least if least else step.closed)(step.parts) + step.parts.after
+        return (step.least if least else step.few)(step.parts) + step.parts.after
 
     def seconds(self, plan: Plan) -> float:
         """Seconds of the plan, the pipeline simulated."""
