@@ -1,6 +1,7 @@
 """The code blocks of README.md and docs/: reading them, running Python, and checking command lines without running them.
 
-A comment before a block says what the test does with it: ``<!-- ranks: 8 -->`` runs Python on 8 ranks (else on one);
+A comment before a block says what the test does with it: ``<!-- ranks: 8 -->`` runs Python on 8 ranks (else on one),
+``<!-- ranks: 8, wide -->`` where wide tests run;
 ``<!-- run -->`` runs a block of commands, which is else only parsed; those blocks of a page, of both kinds, that have
 ``<!-- then: NAME -->`` are run one after the other in one folder. A block of text after ``<!-- prints -->`` is the whole
 output of the block before it, one after ``<!-- shows -->`` has the beginnings of some of its lines.

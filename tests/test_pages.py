@@ -19,7 +19,11 @@ EXAMPLES = {"any_layouts.py": 4, "four_cases.py": 4, "layouts.py": 4, "own_modul
 
 
 def ranks_of(block: pages.Block) -> int:
-    return int(block.note.removeprefix("ranks: ") or 1)
+    return int(block.note.removeprefix("ranks: ").removesuffix(", wide") or 1)
+
+
+def marked(block: pages.Block, shown: pages.Block | None) -> object:
+    return pytest.param(block, shown, marks=[pytest.mark.wide] if block.note.endswith(", wide") else [])
 
 
 def test_pages_have_blocks_of_known_kinds_alone() -> None:
@@ -30,7 +34,7 @@ def test_pages_have_blocks_of_known_kinds_alone() -> None:
         assert block.note in ("", "run") or block.note.startswith(("ranks: ", "then: ")), f"{block} has the note {block.note!r}"
 
 
-@pytest.mark.parametrize(("block", "shown"), PYTHON, ids=lambda value: str(value) if value else "")
+@pytest.mark.parametrize(("block", "shown"), [marked(*pair) for pair in PYTHON], ids=lambda value: str(value) if value else "")
 def test_python_runs_and_prints_what_is_shown(block: pages.Block, shown: pages.Block | None, tmp_path: Path) -> None:
     if "torch" in block.body:
         pytest.importorskip("torch")
