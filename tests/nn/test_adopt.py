@@ -10,6 +10,7 @@ from torch import nn
 from summa3d.errors import CheckpointError, ConfigError, LayoutError
 from summa3d.layout import Layout, collect
 from summa3d.nn import from_folder, parallelise, scheme
+from summa3d.nn.adopt.stand_in import StandIn
 
 GRIDS = {
     2: [("oned", {"y": 2}, 3), ("cuboid", {"x": 2}, 4)],
@@ -47,6 +48,22 @@ def test_so_they_are_of_every_kind_on_every_grid(make_grid, world_size):
             check(on_grid, kind, rows)
 
 
+@pytest.mark.mpi(sizes=(4,))
+def test_rows_of_heads_are_others_than_those_of_the_residual_stream(make_grid):
+    """Attention counts its rows by the shape of what it is given."""
+    check(scheme("cuboid", make_grid(x=2, z=2)), "gemma2", 4)
+    check(scheme("cuboid", make_grid(y=4)), "qwen3", 4)
+
+
+def test_what_else_is_done_with_the_stream_than_read_its_shape_is_refused():
+    stream = torch.randn(2, 3, 5, requires_grad=True)
+    one = StandIn.of(stream, 4)
+    assert (one.shape, one.dtype, len(one), one.size(-1)) == ((4, 3, 5), torch.float32, 4, 5)
+    for use in (lambda: one + 1, lambda: one.mean(), lambda: torch.cat([one, one]), lambda: one[0], lambda: one.view(-1)):
+        with pytest.raises(ConfigError, match=r"of the residual stream by itself.*y = z"):
+            use()
+
+
 DENSE = (
     *("apertus", "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm", "glm4"),
     *("gpt_neox", "granite", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama", "ministral", "ministral3", "mistral"),
@@ -71,7 +88,8 @@ DENSE = (
 @pytest.mark.mpi(sizes=(4,))
 @pytest.mark.parametrize("kind", DENSE)
 def test_so_they_are_of_every_dense_architecture_that_has_a_plan(make_grid, kind):
-    check(scheme("cuboid", make_grid(y=2, z=2)), kind, 4, intermediate_size=36)
+    for axes in ({"y": 2, "z": 2}, {"x": 2, "z": 2}, {"z": 4}):
+        check(scheme("cuboid", make_grid(**axes)), kind, 4, intermediate_size=36)
 
 
 def check(on_grid, kind, rows, **sizes):
@@ -146,7 +164,12 @@ def test_sizes_and_schemes_that_do_not_fit_are_refused_on_every_rank(make_grid):
         adopted.small("llama", num_key_value_heads=4),
         scheme("oned-sp", make_grid(y=4)),
     )
-    refused(ConfigError, "y = z", adopted.small("llama", num_key_value_heads=4), scheme("cuboid", make_grid(y=4)))
+    model = parallelise(adopted.small("llama", num_key_value_heads=4), scheme("cuboid", make_grid(y=4)))
+    padded = torch.ones(4, 11, dtype=torch.int64)
+    assert model(input_ids=adopted.batch(4)[0], attention_mask=padded).logits.shape[0] == 4
+    padded[1, :3] = 0
+    with pytest.raises(ConfigError, match=r"attention_mask differs between rows, of which attention has 1/1 .* 1/4"):
+        model(input_ids=adopted.batch(4)[0], attention_mask=padded)
     model = parallelise(adopted.small("llama", num_key_value_heads=4), scheme("cuboid", make_grid(x=4)))
     with pytest.raises(LayoutError, match="batch 3 cannot be split over x·y = 4"):
         model(input_ids=adopted.batch(3)[0])

@@ -24,6 +24,7 @@ from .probe import compare, record
 from .report import AdoptedLayer, Adoption
 from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, config_number, plan_of, styles_of
 from .sizes import check_needs, check_scheme, of_batch, of_heads
+from .stand_in import StandsIn
 from .trace import FLAT, HEADS, STREAM, Uses, trace
 
 GlobalInputs = Mapping[str, Tensor] | tuple[Tensor, ...]
@@ -143,13 +144,7 @@ class _Adopter:
         sizes = {
             key: value for key in ("num_attention_heads", "num_key_value_heads") if (value := config_number(self.config, key))
         }
-        stream, inner = (layout.num_shards(0, self.scheme.scheme.shape) for layout in (self.scheme.residual, self.inner))
         check_needs(self.scheme, of_heads(self.scheme, sizes))
-        if stream != inner:
-            raise ConfigError(
-                f"attention reads the number of its rows off the residual stream, which is split in {stream} here, its heads' "
-                f"rows in {inner} (grid {describe(self.scheme.scheme.shape)}). Take a grid with y = z."
-            )
 
     def traced_roles(self) -> dict[str, str]:
         """The layer under whose name a role's weight is found → the role; a tied head's is the table's."""
@@ -178,7 +173,7 @@ class _Adopter:
             setattr(self.modules[owner], leaf, p)
         for name, layer in made.items():
             self._put(name, layer)
-        self._local_heads()
+        self._local_heads(made)
 
     def _put(self, name: str, layer: nn.Module) -> None:
         owner, _, leaf = name.rpartition(".")
@@ -285,12 +280,18 @@ class _Adopter:
             self.report.layers.append(AdoptedLayer(name, str(list(p.shape)), f"a copy on all ranks{summed}"))
         return kept
 
-    def _local_heads(self) -> None:
-        """Let the modules that hold a first linear layer count a rank's own heads."""
+    def _local_heads(self, made: Mapping[str, nn.Module]) -> None:
+        """Let the modules that hold a first linear layer count a rank's own heads, and these heads' rows."""
         num_shards = self.scheme.columns(self.inner).size
-        owners = {name.rpartition(".")[0] for name, style in self.styles.items() if STYLES[style] == FIRST}
-        for name in owners:
+        rows = StandsIn(*_row_shards(self.scheme))
+        owners: dict[str, list[nn.Module]] = {}
+        for name, style in self.styles.items():
+            if STYLES[style] == FIRST:
+                owners.setdefault(name.rpartition(".")[0], []).append(made[name])
+        for name, linears in owners.items():
             owner: Any = self.modules[name]
+            if self.config is not None and rows.stream != rows.heads:
+                rows.apply(owner, linears)
             own = [owner]
             if num_shards > 1 and hasattr(getattr(owner, "config", None), "num_attention_heads"):
                 owner.config = copy.copy(owner.config)
@@ -302,6 +303,13 @@ class _Adopter:
                     count = vars(one).get(key)
                     if isinstance(count, int) and count % num_shards == 0:
                         setattr(one, key, count // num_shards)
+
+
+def _row_shards(scheme: Context) -> tuple[int, int]:
+    """In how many parts the batch is split in the residual stream, and behind a first linear layer."""
+    stream = scheme.residual
+    first, second = (one.num_shards(0, scheme.scheme.shape) for one in (stream, scheme.scheme.after_linear(stream)))
+    return first, second
 
 
 def _fill(new: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
@@ -330,7 +338,14 @@ def _part(scheme: Context, is_listed: bool, name: str, given: Any) -> Any:
         return given
     grid, stream = scheme.grid, scheme.residual
     if name in OF_ROWS and given.dim() == 2:
-        inner = scheme.scheme.after_linear(stream)
+        inner, shards = scheme.scheme.after_linear(stream), _row_shards(scheme)
+        if shards[0] != shards[1]:
+            if not (given == given[:1]).all() or (name == "attention_mask" and not given.all()):
+                raise ConfigError(
+                    f"{name} differs between rows, of which attention has 1/{shards[1]} and the residual stream 1/{shards[0]} "
+                    f"(grid {describe(scheme.scheme.shape)}): models build masks for the latter. Take a grid with y = z."
+                )
+            return None if name == "attention_mask" else given[:1]
         return given if len(given) == 1 else given[Layout(inner.dims[0], ()).slices(given.shape, grid.shape, grid.coordinates)]
     if given.is_floating_point() and given.dim() > 1:
         middle = ((),) * (given.dim() - 2)

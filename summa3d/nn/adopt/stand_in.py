@@ -1,0 +1,78 @@
+"""What a module gets in place of the residual stream where it counts rows by it, and these are others than its heads' rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import ConfigError
+
+PROPERTIES: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.layout)
+READ = frozenset(
+    (*(one.__get__ for one in PROPERTIES), Tensor.size, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
+)
+"""What may be asked of a stand-in."""
+
+
+class StandIn(Tensor):
+    """The shape that a block of the residual stream would have with the rows of heads; `stream` is that block.
+
+    Only linear layers that leave the residual stream take it, for `stream`. Any other use raises ConfigError.
+    """
+
+    stream: Tensor
+
+    @classmethod
+    def of(cls, stream: Tensor, rows: int) -> StandIn:
+        """Of as many rows; holds no memory."""
+        found: StandIn = cls._make_subclass(cls, stream.detach().new_empty(1).expand(rows, *stream.shape[1:]))
+        found.stream = stream
+        return found
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in READ:
+            raise ConfigError(
+                f"attention computes {getattr(func, '__name__', func)} of the residual stream by itself, whose rows are split "
+                "otherwise than its heads' here. Take a grid with y = z."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+class StandsIn:
+    """Hooks that give a module stand-ins of `heads` rows for each `stream` rows of the residual stream."""
+
+    def __init__(self, stream: int, heads: int) -> None:
+        self.stream, self.heads = stream, heads
+
+    def apply(self, module: nn.Module, linears: list[nn.Module]) -> None:
+        """Register them on a module, and on its linear layers that leave the stream."""
+        module.register_forward_pre_hook(self._give, with_kwargs=True)
+        for one in linears:
+            one.register_forward_pre_hook(_take)
+
+    def _give(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        stream = next((one for one in (*args, *kwargs.values()) if _is_stream(one)), None)
+        if stream is None:
+            return args, kwargs
+        rows = len(stream) * self.stream // self.heads
+
+        def given(one: Any) -> Any:
+            if isinstance(one, tuple):
+                return tuple(map(given, one))
+            if one is stream:
+                return StandIn.of(one, rows)
+            return one[:1] if isinstance(one, Tensor) and one.dim() > 1 and len(one) == len(stream) else one
+
+        return tuple(map(given, args)), {name: given(one) for name, one in kwargs.items()}
+
+
+def _is_stream(one: Any) -> bool:
+    return isinstance(one, Tensor) and one.dim() == 3 and one.is_floating_point()
+
+
+def _take(module: nn.Module, args: Any) -> Any:
+    return tuple(one.stream if isinstance(one, StandIn) else one for one in args)
