@@ -19,8 +19,10 @@ from ranks import in_turn, on_machine, seconds, started, tell
 NODES, PORT = (2, 4), 100e6 / 8
 """Nodes, and bytes a second of a port."""
 HEADS, SIZE = 8, 64
+BYTES = 2 * HEADS * SIZE * 4
+"""Of the keys and values of a position."""
 MORE = 1.4
-"""Arithmetic ÷ messages: with two nodes a hop has the own block alone to hide behind."""
+"""Arithmetic ÷ messages, on a quiet machine."""
 LEAST, OFF = 0.85, 0.1
 
 
@@ -53,15 +55,17 @@ def work_of(contexts: int) -> tuple[float, float]:
 
 def positions_of(rate: float, contexts: int) -> int:
     """The positions of a context whose messages take 1/MORE of its arithmetic, at pairs of a query and a key a second."""
-    bytes_each = (contexts - 1) * 2 * HEADS * SIZE * 4
-    return max(64, int(MORE * bytes_each / PORT * rate / work_of(contexts)[0]) // 64 * 64)
+    return max(64, int(MORE * (contexts - 1) * BYTES / PORT * rate / work_of(contexts)[0]) // 64 * 64)
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row in milliseconds, and its ratios."""
+    """A row in milliseconds, and its ratios; `floor` is bytes ÷ bandwidth, of backward twice as many."""
     taken = {name: 1e3 * median(times) for name, times in row["seconds"].items()}
+    taken["floor"] = 1e3 * row["positions"] * BYTES * (row["nodes"] - 1) / PORT
     figures = ", ".join(f"{name} {figure:.0f} ms" for name, figure in taken.items())
-    ratios = f"max ÷ folded {row['reached']:.2f}, unfolded ÷ folded {row['unfolded']:.2f} of {row['computed']:.2f}"
+    before, back = taken["whole blocks"] / taken["folded"], row["reached_back"]
+    ratios = f"max ÷ folded {row['reached']:.2f}, of backward {back:.2f}, whole blocks ÷ folded {before:.2f}"
+    ratios += f", unfolded ÷ folded {row['unfolded']:.2f} of {row['computed']:.2f}"
     return (
         f"{row['nodes']} nodes, {row['positions']} positions: {figures}; {ratios}; folded ÷ predicted {row['as_predicted']:.2f}"
     )
@@ -75,6 +79,7 @@ def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
         for row in own
         for claim in (
             (f"max(arithmetic, messages) ≥ {LEAST} of the folded ring: {row['reached']:.2f}", row["reached"] >= LEAST),
+            (f"and of its backward: {row['reached_back']:.2f}", row["reached_back"] >= LEAST),
             (
                 f"unfolded ÷ folded within {OFF:.0%} of what is computed: {row['unfolded']:.2f}, {row['computed']:.2f}",
                 abs(row["unfolded"] / row["computed"] - 1) <= OFF,
@@ -100,34 +105,59 @@ def timed(world: Any, act: Callable[[], object]) -> Callable[[], float]:
 
 
 def acts_of(world: Any, positions: int) -> dict[str, Callable[[], object]]:
-    """What is timed: the arithmetic of a folded and of an unfolded ring, the messages of one, and both rings."""
+    """What is timed: the arithmetic of a folded and of an unfolded ring, the messages of one, both rings, and a folded backward.
+
+    `whole blocks` is a folded ring whose hops are a message each.
+    """
     import torch
 
     from summa3d.comm.grid import Grid
-    from summa3d.nn.context_parallel.attention import attend
+    from summa3d.nn.context_parallel import parts
+    from summa3d.nn.context_parallel.attention import attend, within
     from summa3d.nn.context_parallel.moves import RingMoves
     from summa3d.nn.context_parallel.options import ContextOptions
+    from summa3d.nn.context_parallel.parts import BlockPart
     from summa3d.nn.context_parallel.split import ContextSplit
-    from summa3d.nn.context_parallel.tiles import AttendedSum
+    from summa3d.nn.context_parallel.tiles import AttendedSum, GradientSum
 
     axis = Grid(world, {"cp": world.size})["cp"]
-    q, kv = torch.randn(1, HEADS, positions, SIZE), torch.randn(2, 1, HEADS, positions, SIZE)
+    q, kv = torch.randn(1, HEADS, positions, SIZE), torch.randn(1, HEADS, positions, 2, SIZE)
     splits = {name: ContextSplit(axis.size, axis.index, ContextOptions("ring", name == "")) for name in ("", "unfolded ")}
 
     def multiply(split: ContextSplit) -> None:
-        found = AttendedSum(q)
+        found = AttendedSum(q, HEADS)
         for hop in range(axis.size):
             for tile in split.tiles((axis.index - hop) % axis.size, positions):
-                found.add(kv, tile, None)
+                found.add(kv, BlockPart.whole(kv), tile, None)
 
     def run(split: ContextSplit) -> None:
         with torch.no_grad():
             attend(q, kv, split, RingMoves(axis), True, lambda tile, source: None)
 
+    def run_whole() -> None:
+        most, parts.MOST_PARTS = parts.MOST_PARTS, 1
+        run(splits[""])
+        parts.MOST_PARTS = most
+
+    def back(moves: Any) -> None:
+        found, of_kv = GradientSum(q, q, q, sums, HEADS), torch.zeros_like(kv)
+
+        def add(source: int, part: Any, block: Any, of_block: Any) -> None:
+            for tile in within(splits[""].tiles(source, positions), part):
+                found.add(block, part, tile, None, of_block)
+
+        if moves is not None:
+            moves.add_gradients(kv, add)
+            return
+        for source in range(axis.size):
+            add(source, BlockPart.whole(kv), kv, of_kv)
+
+    sums = torch.full(q.shape[:3], 9.0)
     acts: dict[str, Callable[[], object]] = {"messages": lambda: [*RingMoves(axis).blocks(kv)]}
     for name, split in splits.items():
         acts[f"{name}arithmetic"] = lambda split=split: multiply(split)
         acts[name.strip() or "folded"] = lambda split=split: run(split)
+    acts |= {"whole blocks": run_whole, "backward arithmetic": lambda: back(None), "backward": lambda: back(RingMoves(axis))}
     return acts
 
 
@@ -148,6 +178,7 @@ def measured(world: Any, positions: int, rounds: int) -> dict[str, Any]:
         "positions": positions,
         "seconds": times,
         "reached": max(taken["arithmetic"], messages) / taken["folded"],
+        "reached_back": max(taken["backward arithmetic"], 2 * messages) / taken["backward"],
         "unfolded": taken["unfolded"] / taken["folded"],
         "computed": computed / predicted,
         "as_predicted": taken["folded"] / predicted,

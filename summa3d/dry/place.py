@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from math import prod
 from typing import Any
 
@@ -205,6 +206,10 @@ class DryPlace(Place):
         return sum(axis.node_bytes or 0 for links in self.linked() for axis in links.axes.values())
 
 
+TURNS = 3
+"""Turns of a loop that are made before one stands for all that follow: in these, buffers that take turns are allocated."""
+
+
 class DryLedger(Ledger):
     """A ledger that also reports, in order, communications issued, communications waited for, and local products.
 
@@ -215,6 +220,7 @@ class DryLedger(Ledger):
     multiplied : (a, b, form, out) of a local product
     begun : called when an op of a program begins
     kept : called with workspace that stays from one product to the next, when it has been made
+    repeating : (how often) → around a turn of a loop that stands for so many alike
     """
 
     def __init__(
@@ -224,9 +230,10 @@ class DryLedger(Ledger):
         multiplied: Callable[[Array, Array, str, Array], Any],
         begun: Callable[[], None],
         kept: Callable[[Array], None],
+        repeating: Callable[[int], AbstractContextManager[None]],
     ) -> None:
         super().__init__()
-        self._kept = kept
+        self._kept, self._repeating = kept, repeating
         self._issued, self._waited, self._multiplied, self._begun = issued, waited, multiplied, begun
 
     by_steps = True
@@ -254,6 +261,15 @@ class DryLedger(Ledger):
         """Report the op that begins."""
         self._begun()
         yield
+
+    def alike(self, kinds: Sequence[Hashable]) -> Iterator[int]:
+        """Of consecutive places of one kind the first ones, which may allocate, and one that stands for all behind them."""
+        for _, group in groupby(range(len(kinds)), key=lambda place: kinds[place]):
+            places = [*group]
+            yield from places[:TURNS]
+            if len(places) > TURNS:
+                with self._repeating(len(places) - TURNS):
+                    yield places[TURNS]
 
     def product(self, a: Array, b: Array, form: str, out: Array, made: int | None = None) -> Any:
         """Report a local product, or `made` elements of it, and suppress the recording of torch's operations in it."""

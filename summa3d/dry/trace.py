@@ -165,7 +165,7 @@ class Tracer:
     """
 
     def __init__(self) -> None:
-        self.ledger = DryLedger(self._issued, self._waited, self._multiplied, self._begin_op, self._keep)
+        self.ledger = DryLedger(self._issued, self._waited, self._multiplied, self._begin_op, self._keep, self._repeating)
         self.storages = Storages(self._before, self._worked)
         self.owners = Owners()
         self.inside = 0
@@ -173,6 +173,7 @@ class Tracer:
         self._ops: list[list[Segment]] = []
         self._recording = False
         self._begun, self._moves, self._phase = 0, 0, "forward"
+        self._shifted: dict[int, int] = {}
 
     @contextmanager
     def recording(self) -> Iterator[list[list[Segment]]]:
@@ -286,4 +287,23 @@ class Tracer:
 
     def _waited(self, move: int) -> None:
         if self._recording:
-            self._find().ops.append(Op("wait", *self._about(), "", id=move))
+            self._find().ops.append(Op("wait", *self._about(), "", id=self._shifted.pop(move, move)))
+
+    @contextmanager
+    def _repeating(self, times: int) -> Iterator[None]:
+        """Around a turn of a loop that stands for `times` turns, in which one layer does the same and holds as much.
+
+        A move that is waited for in the next turn is so in each; behind the last one, that of the last turn is.
+        """
+        if not self._recording:
+            yield
+            return
+        segment, first, before = self._segments[-1], len(self._segments[-1].ops), self._moves
+        yield
+        assert self._segments[-1] is segment, "a turn is of one layer"
+        turn, moves = segment.ops[first:], self._moves - before
+        for number in range(1, times):
+            shift = number * moves
+            segment.ops += [op if op.id < 0 else op._replace(id=op.id + shift) for op in turn]
+        self._shifted |= {one: one + (times - 1) * moves for one in range(before + 1, self._moves + 1)}
+        self._moves += (times - 1) * moves

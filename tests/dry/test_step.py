@@ -15,12 +15,15 @@ from summa3d.kernels import reference
 
 from summa3d.comm.device.arrays import overlap
 from summa3d.comm.transport.node_memory import SLOTS
+from summa3d.dry import place
 from summa3d.dry import step as dry_step
 from summa3d.dry.place import DryPlace
 from summa3d.dry.rank_classes import classes
 from summa3d.dry.record import Op, RepeatedSegment, Segment, joined, moved, net_of, operations, peak_of, repeated
 from summa3d.dry.step import Setting, run
 from summa3d.nn import ModelConfig
+from summa3d.nn.context_parallel import parts
+from summa3d.nn.context_parallel.options import ContextOptions
 from summa3d.nn.overlap import Overlap
 from summa3d.train.dry_run import training_of
 
@@ -160,3 +163,23 @@ def test_tensors_without_memory_overlap_only_in_one_storage() -> None:
     x = torch.empty(6, 8, device="meta")
     assert overlap(x, x[2:]) and overlap(x[:, :3], x[:, 2:5])
     assert not overlap(x[:, :3], x[:, 3:]) and not overlap(x, torch.empty(6, 8, device="meta"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [ContextOptions("gather"), ContextOptions("ring"), ContextOptions("ring", fold=False), ContextOptions("mesh", heads=2)],
+)
+def test_hops_that_are_alike_are_traced_once_and_counted_as_if_each_were(options: ContextOptions, monkeypatch: Any) -> None:
+    """In their order, with the number of every move and wait."""
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1 << 12)
+    model = ModelConfig("llama", layers=1, hidden=48, heads=12, kv_heads=12, ffn=32, sequence=400, vocabulary=20)
+    for rank, again in ((0, "none"), (4, "full")):
+        found = []
+        for most in (place.TURNS, 99):
+            monkeypatch.setattr(place, "TURNS", most)
+            step = run(Setting(model, 4, "serial", {"x": 1, "cp": 10}, rank, context=options, recompute=(again, 1)))
+            found.append((step, [op for segment, _ in step.parts for op in segment.ops]))
+        (few, ops), (every, all_ops) = found
+        assert ops == all_ops and few.peak == every.peak and few.messages() == every.messages()
+        moves = [op.id for op in ops if op.kind == "move"]
+        assert moves == [*range(1, 1 + len(moves))] and {op.id for op in ops if op.kind == "wait"} == {*moves}

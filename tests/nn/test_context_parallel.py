@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor
 from summa3d.bench.memory import peak_bytes, saved_bytes
 from summa3d.errors import ConfigError, GridError, LayoutError
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.nn.context_parallel import tiles
+from summa3d.nn.context_parallel import parts, tiles
+from summa3d.nn.context_parallel.moves import RingMoves
 from summa3d.nn.context_parallel.options import ContextOptions
 from summa3d.nn.layers.attention import AttentionCore
 from summa3d.nn.layers.attention_mask import Visible
@@ -97,7 +99,7 @@ def config_of(family: str, options: dict[str, Any], changes: dict[str, Any], on_
 def check_raw_gradients(make_grid: Any, case: Case, no_labels_of: int | None = None) -> None:
     """Loss and gradients in float64, dropout on; `no_labels_of`, without the labels of that context's positions."""
     kind, axes, family, given, changes = case
-    grid = make_grid(**axes)
+    grid = make_grid(**axes) if callable(make_grid) else make_grid
     axes = grid.shape
     on_grid = scheme(kind, grid, contexts=ContextOptions(**given))
     config = config_of(family, given, changes, on_grid)
@@ -144,8 +146,39 @@ def test_so_they_are_where_a_tile_has_many_pieces(make_grid: Any, monkeypatch: A
     for most in (6, 1000):
         monkeypatch.setattr(tiles, "PIECE", 1)
         monkeypatch.setattr(tiles, "MOST_PIECES", most)
+        monkeypatch.setattr(tiles, "LONG_PIECE", 1)
+        monkeypatch.setattr(tiles, "FEWEST_QUERIES", 4)
         check_raw_gradients(make_grid, ("serial", {"cp": 2}, "llama", RING, {"kv_heads": 2}))
     check_masked_rows(make_grid(cp=2), [RING])
+
+
+@pytest.mark.mpi(sizes=(3,))
+def test_so_they_are_where_a_block_travels_in_parts_and_words_are_the_same(make_grid: Any, monkeypatch: Any) -> None:
+    """Parts of rows, of heads, and of positions, in which messages are as many as parts, and memory is none more."""
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1)
+    for most, (rows, heads), many in ((2, (5, 3), 2), (7, (3, 4), 9), (9, (1, 2), 10)):
+        monkeypatch.setattr(parts, "MOST_PARTS", most)
+        grid = make_grid(cp=3)
+        kv = torch.randn(rows, heads, 26, 2, 8, generator=torch.Generator().manual_seed(8))
+        found = parts.parts_of(kv)
+        met = torch.zeros(kv.shape[:3], dtype=torch.int64)
+        for part in found:
+            met[part] += 1
+            assert part.of(kv).is_contiguous()
+        assert (met == 1).all() and len(found) == many
+        with grid.ledger.watch() as moved:
+            add = partial(add_multiple, grid["cp"].index + 1)
+            total = RingMoves(grid["cp"]).add_gradients(kv, add)
+        assert (total - 6 * kv).norm() <= 1e-6 * kv.norm()
+        assert (moved.words, moved.messages) == (2 * 2 * kv.numel(), 2 * 2 * many)
+    for case in (RING, FLAT_RING):
+        check_raw_gradients(grid, ("serial", {"cp": 3}, "llama", case, {"kv_heads": 2, "sequence": 30}))
+    check_masked_rows(grid, [RING])
+
+
+def add_multiple(by: int, source: int, part: parts.BlockPart, block: Tensor, of_block: Tensor) -> None:
+    """Gradients of a block that are a multiple of it."""
+    of_block.add_(block, alpha=by)
 
 
 class MaskedLlama(PlainLlama):

@@ -18,6 +18,7 @@ from small_runs import shared_corpus
 from summa3d.bench.memory import peak_bytes
 from summa3d.dry.step import run as run_dry
 from summa3d.errors import ConfigError, GridError, LayoutError
+from summa3d.nn.context_parallel import parts
 from summa3d.train import config
 from summa3d.train.dry_run import TERMS, predict, setting_of, training_of
 from summa3d.train.loop import take_step
@@ -226,6 +227,7 @@ def test_every_rank_of_pipelines_and_replicas_moves_and_holds_what_its_dry_run_s
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.wide)], ids=["some", "all"])
 def test_so_does_every_rank_of_contexts_of_each_kind(comm, shared_tmp_path, every, monkeypatch) -> None:
     monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    monkeypatch.setattr(parts, "LEAST_BYTES", 1 << 14)  # blocks of a ring travel in parts
     kinds = CONTEXTS[comm.size] if every else CONTEXTS[comm.size][1:3]
     check_every_rank(comm, shared_tmp_path, [[*LONG, f"grid.cp={comm.size}", *kind] for kind in kinds], "float32")
 

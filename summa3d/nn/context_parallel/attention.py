@@ -8,17 +8,18 @@ from torch import Tensor
 
 from ...autograd.function import Function, once_differentiable
 from .moves import KeyMoves
-from .split import ContextSplit
+from .parts import BlockPart
+from .split import ContextSplit, Tile
 from .tiles import AttendedSum, GradientSum, TileMask, adjacent, apart
 
 
 class _ContextAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, split: ContextSplit, moves: KeyMoves, causal: bool, mask: TileMask) -> Tensor:
-        found = AttendedSum(q := apart(q))
-        for source, block in moves.blocks(kv):
-            for tile in split.tiles(source, q.shape[2], causal):
-                found.add(block, tile, mask(tile, source))
+        found = AttendedSum(q := apart(q), kv.shape[1])
+        for source, part, block in moves.blocks(kv):
+            for tile in within(split.tiles(source, q.shape[2], causal), part):
+                found.add(block, part, tile, mask(tile, source))
         out = found.out.to(q.dtype)
         ctx.save_for_backward(q, moves.kept(kv), out, found.sums)
         ctx.how = split, moves, causal, mask
@@ -28,14 +29,21 @@ class _ContextAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, kv, out, sums), (split, moves, causal, mask) = ctx.saved_tensors, ctx.how
-        found = GradientSum(adjacent(grad), q, out, sums)
+        found = GradientSum(adjacent(grad), q, out, sums, kv.shape[-4])
 
-        def add(source: int, block: Tensor, of_block: Tensor) -> None:
-            for tile in split.tiles(source, q.shape[2], causal):
-                found.add(block, tile, mask(tile, source), of_block)
+        def add(source: int, part: BlockPart, block: Tensor, of_block: Tensor) -> None:
+            for tile in within(split.tiles(source, q.shape[2], causal), part):
+                found.add(block, part, tile, mask(tile, source), of_block)
 
         of_kv = moves.add_gradients(kv, add)
         return found.of_q.to(q.dtype), of_kv.to(kv.dtype), None, None, None, None
+
+
+def within(tiles: list[Tile], part: BlockPart) -> list[Tile]:
+    """What of tiles has its keys in a part of a block."""
+    first, behind = part.positions.start, part.positions.stop
+    keys = [slice(max(tile.keys.start, first), min(tile.keys.stop, behind)) for tile in tiles]
+    return [tile._replace(keys=own) for tile, own in zip(tiles, keys, strict=True) if own.start < own.stop]
 
 
 def attend(q: Tensor, kv: Tensor, split: ContextSplit, moves: KeyMoves, causal: bool, mask: TileMask) -> Tensor:
@@ -44,7 +52,7 @@ def attend(q: Tensor, kv: Tensor, split: ContextSplit, moves: KeyMoves, causal: 
     Parameters
     ----------
     q : the queries; their heads are a multiple of those of K and V
-    kv : this context's keys and values, [2, b, kv heads, s/c, d], adjacent
+    kv : this context's keys and values, [b, kv heads, s/c, 2, d], adjacent
     split : which positions the contexts hold
     moves : how the blocks of keys and values reach this context; words and memory are theirs
     mask : which keys of a block the queries may attend to, beside causality

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...comm.device.arrays import is_on_device
 from ...comm.transport.progress import IN_FLIGHT
+from .parts import BlockPart
 from .split import Tile
 
 PIECE = 1 << 26
 """Floating-point operations after which messages in flight are looked at: a few milliseconds of a core."""
 MOST_PIECES = 16
 """About so many pieces of a tile at most: beyond it their calls would cost more than a late look at messages."""
+
+LONG_PIECE, FEWEST_QUERIES = 1 << 29, 256
+"""Operations of a piece of one head, of which queries are a part, and the fewest of these: fewer are slower on hosts."""
 
 TileMask = Callable[[Tile, int], Tensor | None]
 """(tile, the block its keys are of) → which key [k] each query [q] may attend to, bool [b or 1, 1, q, k]; None, all."""
@@ -102,19 +109,53 @@ def _plain_gradients(
     return of_q.flatten(1, 2).to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype)
 
 
-def pieces_of(q: Tensor, k: Tensor, tile: Tile) -> list[tuple[slice, slice, slice]]:
-    """The parts of a tile's arithmetic, rows and heads of K and of Q: between two of them messages are looked at."""
-    shared = q.shape[1] // k.shape[1]
-    queries, keys = (part.stop - part.start for part in (tile.queries, tile.keys))
+class TilePiece(NamedTuple):
+    """A part of a tile's arithmetic. again : whether another piece before it has these queries."""
+
+    rows: slice
+    kv_heads: slice
+    heads: slice
+    queries: slice
+    keys: slice
+    diagonal: bool
+    again: bool = False
+
+
+def pieces_of(q: Tensor, k: Tensor, diagonal: bool = False) -> list[TilePiece]:
+    """The parts of a tile's arithmetic, of queries q and keys k: between two of them messages are looked at.
+
+    They are rows and heads, and of a long head queries; below a diagonal, of equal positions, these meet the keys in front. A dry
+    run of a device has the tile as one: its kernel would keep no scores, and its messages need no look.
+    """
+    if q.is_meta and is_on_device(q):
+        whole = [slice(0, size) for size in (len(q), k.shape[1], *q.shape[1:3], k.shape[2])]
+        return [TilePiece(whole[0], whole[1], whole[2], whole[3], whole[4], diagonal)]
+    shared, (queries, keys) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     work = max(1, 4 * queries * keys * q.shape[3] * shared)
     piece = max(PIECE, work * q.shape[0] * k.shape[1] // MOST_PIECES)
     heads = max(1, min(k.shape[1], piece // work))
     rows = max(1, min(q.shape[0], piece // (work * k.shape[1]))) if heads == k.shape[1] else 1
+    each = queries if q.is_meta or q.is_cuda else max(FEWEST_QUERIES, ceil(queries * LONG_PIECE / work))
     return [
-        (slice(row, row + rows), slice(head, head + heads), slice(head * shared, (head + heads) * shared))
+        TilePiece(
+            slice(row, row + rows),
+            slice(head, head + heads),
+            slice(head * shared, (head + heads) * shared),
+            *of_queries,
+        )
         for row in range(0, q.shape[0], rows)
         for head in range(0, k.shape[1], heads)
+        for of_queries in _by_queries(queries, keys, each, diagonal)
     ]
+
+
+def _by_queries(queries: int, keys: int, each: int, diagonal: bool) -> Iterator[tuple[slice, slice, bool, bool]]:
+    """(Queries, keys, whether diagonal, whether another one has these queries) of a head's pieces, of `each` queries."""
+    for first in range(0, queries, each):
+        own = slice(first, min(queries, first + each))
+        yield own, own if diagonal else slice(0, keys), diagonal, False
+        if diagonal and first:
+            yield own, slice(0, first), False, True
 
 
 def adjacent(heads: Tensor) -> Tensor:
@@ -136,28 +177,30 @@ def _like(q: Tensor) -> Tensor:
 class AttendedSum:
     """Attention to blocks of keys, merged one after the other by their log-sums, in float32 or wider.
 
-    out [b, a, q, d], sums [b, a, q] : of the blocks so far; the first one has all queries
+    out [b, a, q, d], sums [b, a, q] : of the blocks so far; the first one has all queries. kv_heads : of all blocks
     """
 
-    def __init__(self, q: Tensor) -> None:
-        self.q, self.begun = q, False
+    def __init__(self, q: Tensor, kv_heads: int) -> None:
+        self.q, self.shared, self.begun = q, q.shape[1] // kv_heads, False
         self.out = _like(q).transpose(1, 2)
         self.sums = self.out.new_empty(q.shape[:3])
 
-    def add(self, kv: Tensor, tile: Tile, allowed: Tensor | None) -> None:
-        """Attend by a tile to keys and values [2, b, kv heads, positions, d]."""
-        k, v = kv[:, :, :, tile.keys].unbind(0)
-        for rows, of_k, heads in pieces_of(self.q, k, tile):
-            part = (rows, heads, tile.queries)
-            mask = None if allowed is None else allowed[rows if len(allowed) > 1 else slice(None)]
-            out, sums = attended(self.q[part], k[rows, of_k], v[rows, of_k], tile.diagonal, mask)
-            self._merge(self.out[part], self.sums[part], out, sums)
+    def add(self, kv: Tensor, part: BlockPart, tile: Tile, allowed: Tensor | None) -> None:
+        """Attend by a tile to the keys and values [b, kv heads, s, 2, d] of a part of a block, which has the tile's keys."""
+        k, v = kv[:, :, _from(tile.keys, part.positions.start)].unbind(3)
+        met = part.rows, _times(part.heads, self.shared), tile.queries
+        q, out, sums = self.q[met], self.out[met], self.sums[met]
+        for piece in pieces_of(q, k, tile.diagonal):
+            of_q, of_k = (piece.rows, piece.heads, piece.queries), (piece.rows, piece.kv_heads, piece.keys)
+            mask = _of_piece(allowed, part, piece)
+            of_block = attended(q[of_q], k[of_k], v[of_k], piece.diagonal, mask)
+            self._merge(out[of_q], sums[of_q], *of_block, self.begun or piece.again)
             IN_FLIGHT.advance()
         self.begun = True
 
-    def _merge(self, out: Tensor, sums: Tensor, of_block: Tensor, sums_of_block: Tensor) -> None:
+    def _merge(self, out: Tensor, sums: Tensor, of_block: Tensor, sums_of_block: Tensor, begun: bool) -> None:
         """Overwrite what there is by what it is with another block."""
-        if not self.begun:
+        if not begun:
             out.copy_(of_block)
             sums.copy_(sums_of_block)
             return
@@ -170,19 +213,39 @@ class AttendedSum:
 class GradientSum:
     """The gradients of queries, of all blocks of keys, and what those of one block's keys and values are made of."""
 
-    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor) -> None:
-        self.grad, self.q, self.out, self.sums = grad, q, out, sums
+    def __init__(self, grad: Tensor, q: Tensor, out: Tensor, sums: Tensor, kv_heads: int) -> None:
+        self.grad, self.q, self.out, self.sums, self.shared = grad, q, out, sums, q.shape[1] // kv_heads
         self.of_q = _like(q).zero_().transpose(1, 2)
 
-    def add(self, kv: Tensor, tile: Tile, allowed: Tensor | None, of_kv: Tensor) -> None:
-        """Add the gradients by a tile to those of the queries, and to `of_kv`, those of its keys and values."""
-        k, v = kv[:, :, :, tile.keys].unbind(0)
-        for rows, of_k, heads in pieces_of(self.q, k, tile):
-            part, keys = (rows, heads, tile.queries), (slice(None), rows, of_k, tile.keys)
-            mask = None if allowed is None else allowed[rows if len(allowed) > 1 else slice(None)]
-            given = (self.grad[part], self.q[part], k[rows, of_k], v[rows, of_k], self.out[part], self.sums[part])
-            of_q, *of_block = gradients(*given, tile.diagonal, mask)
-            self.of_q[part] += of_q
-            for total, summand in zip(of_kv[keys], of_block, strict=True):
-                total += summand
+    def add(self, kv: Tensor, part: BlockPart, tile: Tile, allowed: Tensor | None, of_kv: Tensor) -> None:
+        """Add the gradients by a tile to those of the queries, and to `of_kv`, those of the part's keys and values."""
+        own = _from(tile.keys, part.positions.start)
+        (k, v), totals = kv[:, :, own].unbind(3), of_kv[:, :, own].unbind(3)
+        met = part.rows, _times(part.heads, self.shared), tile.queries
+        grad, q, out, sums, total = (one[met] for one in (self.grad, self.q, self.out, self.sums, self.of_q))
+        for piece in pieces_of(q, k, tile.diagonal):
+            of_q, of_k = (piece.rows, piece.heads, piece.queries), (piece.rows, piece.kv_heads, piece.keys)
+            given = (grad[of_q], q[of_q], k[of_k], v[of_k], out[of_q], sums[of_q])
+            found, *of_block = gradients(*given, piece.diagonal, _of_piece(allowed, part, piece))
+            total[of_q] += found
+            for summed, summand in zip(totals, of_block, strict=True):
+                summed[of_k] += summand
             IN_FLIGHT.advance()
+
+
+def _from(positions: slice, first: int) -> slice:
+    """Positions counted from another one."""
+    return slice(positions.start - first, positions.stop - first)
+
+
+def _times(heads: slice, shared: int) -> slice:
+    """The query heads that share kv heads."""
+    return slice(heads.start * shared, heads.stop * shared)
+
+
+def _of_piece(allowed: Tensor | None, part: BlockPart, piece: TilePiece) -> Tensor | None:
+    """What a piece of a part may attend to, of what a tile may."""
+    if allowed is None:
+        return None
+    rows = allowed[part.rows][piece.rows] if len(allowed) > 1 else allowed
+    return rows[:, :, piece.queries, piece.keys]

@@ -66,7 +66,7 @@ class AttentionCore(nn.Module):
             axis, split = context.ring_axis, contexts.group
             moves = GatherMoves(axis) if contexts.options.kind == "gather" else RingMoves(axis)
             mask = partial(_of_tile, visible.mask, split, q.shape[2] * split.size)
-            out = attend_over(q, torch.stack((k, v)), split, moves, self.causal, mask)
+            out = attend_over(q, torch.stack((k, v), 3), split, moves, self.causal, mask)
         return to_positions(out, context.head_axis) if contexts.heads > 1 else out
 
     def _gathered(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
