@@ -11,6 +11,7 @@ from typing import Any
 
 from common import about, verdict
 
+from summa3d.columns import counted
 from summa3d.table import Column, Table
 
 WITHIN, APART, BEST, HEADERS = 0.20, 0.15, 0.05, 0.05
@@ -21,9 +22,8 @@ BEGIN, END = "<!-- measured -->", "<!-- end of measured -->"
 
 def title(race: Mapping[str, Any]) -> str:
     """Say what a race is about, and where it ran."""
-    return (
-        f"{race['part']}: {race['nodes']} nodes × {race['ranks'] // race['nodes']} ranks, {race['port']}, load {race['load']:.1f}"
-    )
+    where = f"{counted(race['nodes'], 'node')} × {race['ranks'] // race['nodes']} ranks, {race['port']}, load {race['load']:.1f}"
+    return f"{race['part']}: {where}"
 
 
 def table(race: Mapping[str, Any]) -> Table:
@@ -60,7 +60,7 @@ def errors(races: Sequence[Mapping[str, Any]]) -> Table:
 def claims(races: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, bool]]:
     """The claims of each race with what was found, and whether they hold."""
     for race in races:
-        where = f"{race['part']}, {race['nodes']} nodes, {race['port']}"
+        where = f"{race['part']}, {counted(race['nodes'], 'node')}, {race['port']}"
         least = [min(case["times"]) for case in race["cases"]]
         wanted = [case["seconds"] for case in race["cases"]]
         if race["part"] == "placement":
@@ -134,7 +134,7 @@ def placements(figure: Any, races: Sequence[Mapping[str, Any]]) -> None:
 
 def scaling(figure: Any, races: Sequence[Mapping[str, Any]]) -> None:
     """The fastest plan of each scheme on each number of nodes: predicted as dashed lines, measured as solid ones."""
-    from summa3d.figures import look
+    from summa3d.figures import CAPTION, look
 
     panel = figure.subplots()
     series: dict[str, list[tuple[int, float, float]]] = {}
@@ -148,7 +148,11 @@ def scaling(figure: Any, races: Sequence[Mapping[str, Any]]) -> None:
         style = look(number)
         panel.plot(nodes, found, label=scheme, **style)
         panel.plot(nodes, wanted, linestyle="--", **style, markerfacecolor="none")
-    panel.set(xscale="log", yscale="log", xlabel="nodes of 2 ranks", ylabel="seconds", title=title(races[-1]).split(": ")[0])
+    title = f"a block, forward and backward, ports of {races[-1]['port']}"
+    panel.set(xscale="log", yscale="log", xlabel="nodes of 2 ranks", ylabel="seconds", title=title)
     panel.set_xticks([race["nodes"] for race in races], [str(race["nodes"]) for race in races], minor=False)
     panel.minorticks_off()
-    panel.legend(title="solid: fastest round; dashed: predicted")
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=len(series))
+    about = "solid: fastest round; dashed: predicted. The nodes share one machine's cores:\n"
+    about += "with more of them communication grows, and arithmetic becomes no faster"
+    figure.supxlabel(about, x=0.01, ha="left", **CAPTION)

@@ -73,6 +73,7 @@ LINKS = {
 }
 """Key of a level of links → what it may be."""
 LONGEST_NAME = 100
+TEMPLATE = "`summa3d plan cluster --template` prints a complete file."
 ABOUT = ("name", "note", "measured")
 """Keys that are no numbers; `measured` says when, where and with which libraries."""
 
@@ -222,8 +223,10 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
     """The cluster of a parsed TOML table; raises as `load` does."""
     levels = table.get("level", [])
     named = isinstance(levels, list) and all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in levels)
+    flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", *ABOUT)}))
     if not levels or not named:
-        raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.")
+        more = f" It lacks {', '.join(found)} too. {TEMPLATE}" if (found := _lacking(flat, ())) else ""
+        raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.{more}")
     level_names = tuple(level["name"] for level in levels)
     for key, text in (("name", table.get("name", name)), *(("level.name", one) for one in level_names)):
         if not (isinstance(text, str) and text.isprintable() and 0 < len(text) <= LONGEST_NAME):
@@ -233,13 +236,14 @@ def read(table: Mapping[str, Any], name: str) -> Cluster:
     for one in level_names:
         if level_names.count(one) > 1:
             raise ClusterError(f"cluster {name}: two levels are named {one}; each needs a name of its own.")
-    flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", *ABOUT)}))
     for level in levels:
         flat |= {f"{level['name']}.{key}": value for key, value in level.items() if key != "name"}
     limits = _limits(level_names)
     for key in flat.keys() - limits.keys():
         raise _unknown(name, key, limits)
-    numbers = {key: _number(name, key, value) for key, value in flat.items()}
+    if lacking := _lacking(flat, level_names):
+        raise ClusterError(f"cluster {name} lacks {', '.join(lacking)}. {TEMPLATE}")
+    numbers = _numbers(name, flat, limits)
     defaults = {key: limit.default for key, limit in limits.items() if limit.default is not None}
     numbers |= {key: Number(value, "assumed", "default") for key, value in defaults.items() if key not in numbers}
     return _checked(table.get("name", name), level_names, numbers)
@@ -281,20 +285,34 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + key, value
 
 
-def _number(name: str, key: str, given: Any) -> Number:
-    table = given if isinstance(given, Mapping) else {}
-    value, source = table.get("value"), table.get("source")
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not is_number or source not in SOURCES or set(table) - {"value", "source", "from", "date"}:
-        sources = ", ".join(SOURCES)
-        raise ClusterError(
-            f'cluster {name}: {key} = {given!r} takes {{value = …, source = …, from = "…"}} with a source of {sources}.'
-        )
-    try:
-        number = float(table["value"])
-    except OverflowError:  # an integer of hundreds of digits
-        number = inf
-    return Number(number, str(source), str(table.get("from", "")))
+def _lacking(flat: Mapping[str, Any], level_names: Sequence[str]) -> list[str]:
+    """The keys that a description needs and does not have, a peak of some dtype among them."""
+    needed = [key for key, limit in _limits(tuple(level_names)).items() if limit.default is None and not key.startswith("peak.")]
+    needed += [f"{level}.size" for level in level_names[:-1]]
+    peak = [] if any(key.startswith("peak.") for key in flat) else ["peak.float32"]
+    return [key for key in needed if key not in flat] + peak
+
+
+def _numbers(name: str, flat: Mapping[str, Any], limits: Mapping[str, Range]) -> dict[str, Number]:
+    """The numbers of a file; raises one ClusterError for all that are none."""
+    found, wrong = {}, []
+    for key, given in flat.items():
+        table = given if isinstance(given, Mapping) else {}
+        value, source = table.get("value"), table.get("source")
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or source not in SOURCES or set(table) - {"value", "source", "from", "date"}:
+            why = f" (a number of {limits[key].unit}, not text)" if isinstance(value, str) else ""
+            wrong.append(f"{key} = {given!r}{why}")
+            continue
+        try:
+            number = float(table["value"])
+        except OverflowError:  # an integer of hundreds of digits
+            number = inf
+        found[key] = Number(number, str(source), str(table.get("from", "")))
+    if wrong:
+        takes = f'{"takes" if len(wrong) == 1 else "take"} {{value = …, source = …, from = "…"}}'
+        raise ClusterError(f"cluster {name}: {', '.join(wrong)} {takes} with a source of {', '.join(SOURCES)}.")
+    return found
 
 
 def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Number]) -> Cluster:
@@ -314,9 +332,6 @@ def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Numb
             raise ClusterError(
                 f"cluster {name}: {key} = {number.value:g}; sizes and ports are whole; all levels but the outermost have one."
             )
-    missing = [key for key in limits if key not in numbers and not key.startswith("peak.")]
-    if missing or not any(key.startswith("peak.") for key in numbers):
-        raise ClusterError(f"cluster {name} lacks {', '.join(missing) or 'peak.float32'}.")
     cluster = Cluster(name, level_names, dict(numbers))
     if len(cluster.fitted) > FITTED:
         many = f"{len(cluster.fitted)} fitted numbers, {', '.join(cluster.fitted)}"

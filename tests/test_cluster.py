@@ -136,8 +136,22 @@ def test_levels_must_nest_and_nothing_may_lack() -> None:
     del given["device"], given["level"][1]["latency"]
     with pytest.raises(ClusterError, match=r"lacks device.memory, device.memory_bandwidth, network.latency"):
         read(given, "mine")
-    with pytest.raises(ClusterError, match=r"needs tables \[\[level\]\]"):
+    del given["level"][0]["size"], given["peak"], given["band"]
+    lacks = r"lacks device.memory, device.memory_bandwidth, band.percent, network.latency, node.size, peak.float32\. .*--template"
+    with pytest.raises(ClusterError, match=lacks):
+        read(given, "mine")
+    with pytest.raises(
+        ClusterError, match=r"needs tables \[\[level\]\].* It lacks device.memory, .*, peak.float32 too\. .*--template"
+    ):
         read({}, "mine")
+
+
+def test_all_that_is_no_number_is_named_at_once() -> None:
+    given = table()
+    given["device"] |= {"memory": {"value": "4GiB", "source": "datasheet"}, "memory_bandwidth": 1e9}
+    wrong = r"device.memory = .*4GiB.* \(a number of bytes, not text\), device.memory_bandwidth = 1000000000.0 take \{value = …"
+    with pytest.raises(ClusterError, match=wrong):
+        read(given, "mine")
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:

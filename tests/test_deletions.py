@@ -65,7 +65,7 @@ WRITES = {
     "train.data.tokens._encode_once",
     # a FIFO or a device that the user has named; /dev/null; another rank's memory
     "files.replace_text",
-    "cli.main.main",
+    "cli.main._run_for_reader",
     "comm.health.failure.abort",
     "comm.transport.node_memory.joined",
 }

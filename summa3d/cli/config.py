@@ -84,7 +84,7 @@ def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[ConfigKe
         else:
             name = prefix + field.name
             default = "none" if name in configuration.SIZES else _as_toml(field.default)  # train chooses a grid then
-            yield ConfigKey(name, toml.describe(kind), default, meanings[field.name])
+            yield ConfigKey(name, toml.describe(kind) + ", or none" * (default == "none"), default, meanings[field.name])
     for kind, name in tables:
         yield from keys(kind, name)
 
@@ -126,5 +126,6 @@ def commented(given: Mapping[str, Any]) -> str:
             table = before
         values = given.get(before, {}) if before else given
         lines += textwrap.wrap(key.meaning, WIDTH, initial_indent="# ", subsequent_indent="# ")
-        lines.append(f"{name} = {_as_toml(values[name])}" if name in values else f"# {name} = {key.default}")
+        unset = f"# {name} =  # {key.kind}" if key.default == "none" else f"# {name} = {key.default}"
+        lines.append(f"{name} = {_as_toml(values[name])}" if name in values else unset)
     return "\n".join(lines) + "\n"

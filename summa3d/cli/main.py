@@ -160,12 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     let_idle_threads_sleep()
     if without_mpi(name, arguments[1:]):
         try:
-            status = _run(name, arguments[1:])
-            sys.stdout.flush()
-            return status
-        except BrokenPipeError:  # the reader of a pipe, as `head`, has what it wants; Python's own flush at the end must not fail
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return PIPE_STATUS
+            return _run_for_reader(name, arguments[1:])
         except Summa3dError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 1
@@ -181,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         return 1
-    status = _run(name, arguments[1:])
+    status = (_run_for_reader if launched_as() is None else _run)(name, arguments[1:])
     return _leave_last(status) if status == preemption.STATUS else status
 
 
@@ -216,6 +211,17 @@ def _complete() -> None:
     for name, what in COMMANDS.items():
         importlib.import_module(f".{name}", __package__).add_arguments(commands.add_parser(name, help=what))
     argcomplete.autocomplete(parser)
+
+
+def _run_for_reader(name: str, arguments: list[str]) -> int:
+    """`_run` in one process, quiet where the reader of a pipe, as `head`, has what it wants."""
+    try:
+        status = _run(name, arguments)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at the end must not fail
+        return PIPE_STATUS
 
 
 def _run(name: str, arguments: list[str]) -> int:

@@ -58,7 +58,9 @@ def measure(
                 with replacing(folder / RUNNING) as new:
                     new.write_text(json.dumps([point.id for point in race]))
                 names = ", ".join(dict.fromkeys(point.label for point in race))
-                say(f"{number}/{len(ready)}: {counted(race[0].ranks, 'rank')}: {names}")
+                counts = sorted({point.ranks for point in race})
+                of = counted(counts[0], "rank") if len(counts) == 1 else f"{', '.join(map(str, counts))} ranks"
+                say(f"{number}/{len(ready)}: {of}: {names}")
             lines = run_race(race, sweep, world, folder)
             on_root(world, partial(append, folder, [whole(one, sweep, facts) for one in lines]), LaunchError)
         if world.rank == 0:

@@ -150,9 +150,8 @@ def fill(figure: Any, curves: Sequence[LossCurve]) -> None:
     over_tokens.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left")
     both = "thin: loss of each step; thick: its mean over the last 2 % of the steps"
-    about = (
-        f"{both if any(curve.has_smooth for curve in curves) else 'line: loss of each step'}; marks: validation; dotted: resumed"
-    )
+    about = f"{both if any(curve.has_smooth for curve in curves) else 'line: loss of each step'}; marks: validation"
+    about += "; dotted: resumed" * any(entry.get("resumed") for curve in curves for entry in curve.entries)
     kinds = {"tokenizers": len({curve.tokenizer for curve in curves}), "corpora": len({curve.corpus for curve in curves})}
     if differ := [name for name, number in kinds.items() if number > 1]:
         about += f"; nats per token: {' and '.join(differ)} differ"

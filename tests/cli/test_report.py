@@ -300,7 +300,10 @@ def test_lines_that_gemm_prints_are_reported(tmp_path, capsys):
     assert one.split()[:2] == ["1", "serial"] and two.split()[0] == "2" and header.split()[0] == "ranks"
 
 
-@pytest.mark.parametrize("command", [["report", "--no-plots"], ["config", "demo"]])
+DRY = ["train", "demo", "--dry-run", "--ranks", "1", "--set", "model.layers=1"]  # which starts MPI
+
+
+@pytest.mark.parametrize("command", [["report", "--no-plots"], ["config", "demo"], DRY])
 def test_a_reader_that_takes_no_more_ends_a_command_quietly(tmp_path, command):
     ours, theirs = os.pipe()
     os.close(ours)  # as `| head` does once it has its lines

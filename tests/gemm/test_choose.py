@@ -123,6 +123,15 @@ def test_every_choice_is_the_fewest_words_of_its_rank_count(m, n, k, ranks):
     assert choice.words >= 0 and "lower bound" in str(choice)
 
 
+def test_each_rank_count_of_the_table_is_beside_its_own_bound():
+    choice = choose(2048, 2048, 2048, 31)
+    rows = [line.split() for line in str(choice).splitlines()]
+    bounds = {int(row[2]): row[3] for row in rows if row[:2] == ["lower", "bound"]}
+    assert bounds == {ranks: f"{lower_bound(2048, 2048, 2048, ranks):,.0f}" for ranks in (31, 30, 27)}
+    taken = next(row for row in rows if row[0] == "→")
+    assert f"{choice.words / lower_bound(2048, 2048, 2048, 27):.2f}" in taken
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6])
 def test_at_equal_words_m_or_n_is_split_before_k(ranks):
     assert choose(2048, 2048, 2048, ranks).grid["z"] == 1

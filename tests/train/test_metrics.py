@@ -236,6 +236,7 @@ def test_runs_are_drawn_over_steps_and_tokens_with_their_titles_and_resumptions(
     assert panels == {"one": 1, "resumed": 1, "two": 2}  # equal tokens per step share a panel
     dotted = "stroke-dasharray: 0.8,1.32"
     assert (dotted in svg["resumed"]) > (dotted in svg["one"])
+    assert ("dotted: resumed" in svg["resumed"]) > ("dotted: resumed" in svg["one"])
 
 
 def test_a_plot_says_all_grids_of_a_run_what_differs_and_which_lines_are_there(tmp_path: Path) -> None:

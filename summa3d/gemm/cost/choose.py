@@ -175,16 +175,19 @@ class Choice:
         head = f"C {m}×{n} = op(A) {m}×{k} · op(B) {k}×{n}, form {self.plan.form}, {on}"
         rows: list[tuple[str, ...]] = [HEADINGS]
         rows += [self._row(candidate) for candidate in (self.best, *self.others)]
-        rows.append(("", "lower bound", str(self.ranks), f"{self.bound:,.0f}", "1.00" if self.bound else "-", "", "", ""))
+        for ranks in sorted({self.ranks, *(candidate.ranks for candidate in (self.best, *self.others))}, reverse=True):
+            bound = lower_bound(*self.shape, ranks)
+            rows.append(("", "lower bound", str(ranks), f"{bound:,.0f}", "1.00" if bound else "-", "", "", ""))
         return "\n".join([head, f"takes {self.best}: {self.why}", *aligned(rows, left=(0, 1))])
 
     def _row(self, candidate: Candidate) -> tuple[str, ...]:
+        bound = lower_bound(*self.shape, candidate.ranks)
         return (
             "→" if candidate is self.best else "",
             str(candidate),
             str(candidate.ranks),
             f"{candidate.words:,.0f}",
-            f"{candidate.words / self.bound:.2f}" if self.bound else "-",
+            f"{candidate.words / bound:.2f}" if bound else "-",
             f"{candidate.messages:,.0f}",
             f"{candidate.workspace_bytes:,}",
             f"{candidate.seconds:.3g}",
