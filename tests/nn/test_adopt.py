@@ -92,13 +92,30 @@ def test_so_they_are_of_every_dense_architecture_that_has_a_plan(make_grid, kind
         check(scheme("cuboid", make_grid(**axes)), kind, 4, intermediate_size=36)
 
 
-def check(on_grid, kind, rows, **sizes):
-    changed = {**sizes, "num_key_value_heads": 4 if on_grid.grid.size == 4 else 6, **CHANGED.get(kind, {})}
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("tied", [False, True])
+def test_padded_and_packed_sequences_are_those_of_one_process(make_grid, tied):
+    """On this grid a rank's rows of heads are others than its rows of the stream, though as many."""
+    on_grid = scheme("cuboid", make_grid(y=2, z=2))
+    padding = torch.ones(4, 11, dtype=torch.int64)
+    for row, (first, last) in enumerate(((0, 11), (3, 11), (0, 7), (5, 10))):
+        padding[row, :first] = padding[row, last:] = 0
+    packed = torch.tensor([[*range(cut), *range(11 - cut)] for cut in (1, 4, 6, 9)])
+    kind = "qwen3" if tied else "gemma2"
+    for inputs in ({"attention_mask": padding}, {"position_ids": packed}):
+        check(on_grid, kind, 4, inputs, tie_word_embeddings=tied)
+
+
+def check(on_grid, kind, rows, inputs=None, **sizes):
+    inputs = inputs or {}
+    changed = {"num_key_value_heads": 4 if on_grid.grid.size == 4 else 6, **CHANGED.get(kind, {}), **sizes}
     ids, labels = adopted.batch(rows)
-    logits, loss, gradients = adopted.alone(adopted.small(kind, **changed), ids, labels)
+    if "attention_mask" in inputs:
+        labels[inputs["attention_mask"] == 0] = -100
+    logits, loss, gradients = adopted.alone(adopted.small(kind, **changed), ids, labels, **inputs)
     model = parallelise(adopted.small(kind, **changed), on_grid)
     with adopted.Wide():
-        found = model(input_ids=ids, labels=labels)
+        found = model(input_ids=ids, labels=labels, **inputs)
         found.loss.backward()
     whole = collect(found.logits.detach(), on_grid.grid, model.get_output_embeddings().logits_layout, tuple(logits.shape))
     assert (whole - logits).abs().max() <= 1e-10 * logits.abs().max()
