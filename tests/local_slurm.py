@@ -22,6 +22,7 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scan
 LAUNCHERS = ("SLURM_", "PMI", "OMPI_", "PRTE_", "HYD", "MPI_", "MPIR_", "MPIEXEC_", "SUMMA3D_", "OMP_", "OPENBLAS_", "MKL_")
 ENDED = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE")
 CORES = 4  # of a node, as Slurm shall believe
+GRACE = 120  # seconds that a job of the partition `test` has to save, when one of `urgent` preempts it
 CONFIGURATION = """
 ClusterName=test
 SlurmctldHost=localhost({address})
@@ -49,9 +50,13 @@ SlurmdParameters=config_overrides
 PropagateResourceLimits=NONE
 SchedulerParameters=sched_interval=1,batch_sched_delay=0
 ReturnToService=2
+MinJobAge=3600
 KillWait=2
 {nodes}
-PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime={grace}
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
 
 
@@ -105,7 +110,8 @@ class LocalSlurm:
             for name, port, (host, address) in zip(self.nodes, ports, where, strict=True)
         ]
         address = "127.0.0.1" if self.emulated is None else SWITCH
-        text = CONFIGURATION.format(controller=controller, address=address, folder=self.folder, nodes="\n".join(lines))
+        places = {"address": address, "folder": self.folder, "nodes": "\n".join(lines)}
+        text = CONFIGURATION.format(controller=controller, grace=GRACE, **places)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "cgroup.conf").touch()
         (self.folder / "munge.key").write_bytes(os.urandom(128))
@@ -122,7 +128,7 @@ class LocalSlurm:
         for place, node in enumerate(self.nodes):
             self.run("slurmd", "-N", node, where=None if self.emulated is None else self.emulated.in_node(place))
         deadline = time.monotonic() + 120
-        while self.run("sinfo", "-h", "-N", "-t", "idle", "-o", "%N").stdout.split() != self.nodes:
+        while self.run("sinfo", "-h", "-N", "-p", "test", "-t", "idle", "-o", "%N").stdout.split() != self.nodes:
             assert time.monotonic() < deadline, self.run("sinfo", "-N", "-l").stdout + self.logs()
             time.sleep(0.2)
 

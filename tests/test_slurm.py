@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +25,8 @@ ROOT = Path(__file__).parent.parent
 REASON = local_slurm.why_not()
 pytestmark = [pytest.mark.slurm, pytest.mark.skipif(REASON is not None, reason=str(REASON))]
 WAIT = 300.0  # seconds for a job, on two cores that may have other work
+ENDLESS = 100_000  # steps
+PATIENCE = 30  # seconds of a rank's silence that end a job; starts of other ranks take many under load
 TYPE = {"SLURM_MPI_TYPE": STARTING["mpich" if REASON is not None else loaded_runtime().vendor][0]}  # what starts the ranks
 # Ranks that outnumber the cores must not spin.
 COMMON = {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", "PYTHONPATH": str(ROOT)}
@@ -86,17 +88,39 @@ class Cluster:
         (self.folder / name).write_text("\n".join(lines) + "\n")
         return name
 
-    def ask(self) -> str:
+    def ask(self, run: str, *options: str) -> str:
         """Submit a run without an end, with checkpoints so rare that none is due; returns the job's number."""
-        endless = {"CONFIG": self.configure("asked.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/asked", "MODULES": ""}
-        return self.submit("cpu_train", *TWO_NODES, **TYPE, **endless, CHECKPOINT_EVERY="100000")
+        config = self.configure(f"{Path(run).name}.toml", steps=ENDLESS)
+        settings = {"CONFIG": config, "GRID": "x=2", "RUN": run, "MODULES": "", "CHECKPOINT_EVERY": str(ENDLESS)}
+        return self.submit("cpu_train", *TWO_NODES, *options, **TYPE, **settings)
 
-    def trained(self, run: Path, job: str) -> None:
-        """Wait until a run has taken some steps."""
-        deadline, file = time.monotonic() + WAIT, run / "metrics.jsonl"
-        while not (file.exists() and len(file.read_text().splitlines()) > 3):
-            assert time.monotonic() < deadline, self.output(run.relative_to(self.folder).as_posix(), job)
+    def until(self, happens: Callable[[], bool], run: str, job: str) -> None:
+        """Wait until something of a job happens."""
+        deadline = time.monotonic() + WAIT
+        while not happens():
+            assert time.monotonic() < deadline, self.told(run, job)
             time.sleep(0.3)
+
+    def trained(self, run: str, job: str) -> None:
+        """Wait until a run has taken some steps."""
+        file = self.folder / run / "metrics.jsonl"
+        self.until(lambda: file.exists() and len(file.read_text().splitlines()) > 3, run, job)
+
+    def goes_on(self, run: str, job: str, steps: int) -> None:
+        """Wait until a job is in the queue again, and let its run end after so many steps."""
+        self.until(lambda: self.slurm.facts(job).get("Restarts") == "1", run, job)
+        self.configure(f"{Path(run).name}.toml", steps)
+        self.until(lambda: self.slurm.facts(job)["JobState"] == "PENDING", run, job)
+        self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # a job that was requeued waits for two minutes
+        assert self.slurm.wait(job, WAIT) == "COMPLETED", self.told(run, job)
+        assert [line["step"] for line in self.metrics(run)] == [*range(1, steps + 1)]
+
+    def saved(self, run: str, job: str) -> int:
+        """After which step a run was saved that was asked to end."""
+        output = " ".join(self.output(run, job).split())
+        found = re.search(rf"got SIGTERM: saved after step (\d+) of {ENDLESS}; exit status 75", output)
+        assert found is not None, self.told(run, job)
+        return int(found[1])
 
     def metrics(self, run: str) -> list[dict[str, object]]:
         lines = (self.folder / run / "metrics.jsonl").read_text().splitlines()
@@ -150,31 +174,44 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.mark.wide
 def test_a_job_that_is_asked_to_end_saves_and_runs_again(cluster: Cluster) -> None:
-    run, job = cluster.folder / "runs/asked", cluster.ask()
+    run, job = "runs/asked", cluster.ask("runs/asked")
     cluster.trained(run, job)
     cluster.slurm.run("scancel", "--signal=TERM", job)
-    deadline = time.monotonic() + WAIT
-    while "Restarts" not in cluster.slurm.facts(job) or cluster.slurm.facts(job)["Restarts"] == "0":
-        assert time.monotonic() < deadline, cluster.output("runs/asked", job)
-        time.sleep(0.3)
-    output = " ".join(cluster.output("runs/asked", job).split())
-    saved = re.search(r"got SIGTERM: saved after step (\d+) of 100000; exit status 75", output)
-    assert saved is not None and "the run has saved: requeued" in output, output
-    cluster.configure("asked.toml", steps=int(saved[1]) + 5)
-    cluster.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")  # a job that was requeued waits for two minutes
-    assert cluster.slurm.wait(job, WAIT) == "COMPLETED", cluster.told("runs/asked", job)
-    assert f"resumed after step {saved[1]}" in " ".join(cluster.output("runs/asked", job).split())
-    assert [line["step"] for line in cluster.metrics("runs/asked")] == [*range(1, int(saved[1]) + 6)]
+    cluster.until(lambda: "the run has saved: requeued" in cluster.output(run, job), run, job)
+    saved = cluster.saved(run, job)
+    cluster.goes_on(run, job, saved + 5)
+    assert f"resumed after step {saved}" in " ".join(cluster.output(run, job).split())
+
+
+@pytest.mark.wide
+def test_a_job_that_is_asked_to_end_before_its_ranks_listen_runs_again(cluster: Cluster) -> None:
+    run, job = "runs/early", cluster.ask("runs/early")
+    steps = ("squeue", "--steps", "-h", "-o", "%i")
+    cluster.until(lambda: f"{job}.1" in cluster.slurm.run(*steps).stdout.split(), run, job)  # that of the check is job.0
+    cluster.slurm.run("scancel", "--signal=TERM", job)
+    cluster.goes_on(run, job, 5)
+
+
+@pytest.mark.wide
+def test_a_job_that_another_preempts_saves_and_goes_on(cluster: Cluster) -> None:
+    run, job = "runs/preempted", cluster.ask("runs/preempted", "--exclusive")  # no other job is preempted with it
+    cluster.trained(run, job)
+    theirs = ("--partition=urgent", "--exclusive", f"--nodelist={cluster.slurm.facts(job)['NodeList']}")
+    urgent = cluster.slurm.run("sbatch", "--parsable", f"--chdir={cluster.folder}", "--nodes=2", *theirs, "--wrap=true")
+    assert cluster.slurm.wait(urgent.stdout.strip(), WAIT) == "COMPLETED", cluster.told(run, job)
+    saved = cluster.saved(run, job)
+    cluster.goes_on(run, job, saved + 5)
+    assert f"resumed after step {saved}" in " ".join(cluster.output(run, job).split())
 
 
 @pytest.mark.wide
 def test_a_run_stopped_by_its_time_limit_is_continued_by_the_job_that_depends_on_it(cluster: Cluster) -> None:
     run = cluster.folder / "runs/long"
-    endless = {"CONFIG": cluster.configure("endless.toml", steps=100_000), "GRID": "x=2", "RUN": "runs/long", "MODULES": ""}
+    endless = {"CONFIG": cluster.configure("endless.toml", steps=ENDLESS), "GRID": "x=2", "RUN": "runs/long", "MODULES": ""}
     first = cluster.submit("cpu_train", *TWO_NODES, **TYPE, **endless)
     later = (*TWO_NODES, "--hold", f"--dependency=afternotok:{first}", "--kill-on-invalid-dep=yes")
     second = cluster.submit("cpu_train", *later, **TYPE, **endless | {"CONFIG": "rest.toml", "GRID": "y=2"})
-    cluster.trained(run, first)
+    cluster.trained("runs/long", first)
     cluster.slurm.run("scontrol", "update", f"JobId={first}", "EndTime=now+1seconds")  # time limits count whole minutes
     assert cluster.slurm.wait(first, WAIT) == "TIMEOUT"
     assert "DUE TO TIME LIMIT" in cluster.told("runs/long", first)
@@ -246,7 +283,7 @@ def test_srun_ends_when_its_output_goes_into_a_pipe(cluster: Cluster) -> None:
     [
         ("1 stop summa3d.train.data.tokens prepare", 4, r"rank 1 \(process \d+\) is stopped"),
         ("1 stop summa3d.train.loop take_step", 4, r"rank 1 \(process \d+\) is stopped"),
-        ("1 stop summa3d.train.loop take_step", 2, r"rank 0 of 2 .*: no training step completed for 3 s; the job ends"),
+        ("1 stop summa3d.train.loop take_step", 2, rf"rank 0 of 2 .*: no training step completed for {PATIENCE} s; the job ends"),
         ("1 kill summa3d.train.loop take_step", 4, r"task 1: Killed"),
     ],
 )
@@ -257,7 +294,7 @@ def test_a_rank_that_is_stopped_or_killed_under_srun_ends_the_step(
     start = ("srun", "--nodes=2", f"--ntasks-per-node={ranks // 2}", "--kill-on-bad-exit=1")
     program = (sys.executable, str(ROOT / "tests/stopped_rank.py"), "train", cluster.configure("disturbed.toml", steps=4))
     command = [*start, *program, f"--set=grid.x={ranks // 2}", "--set=grid.y=2", f"--run={tmp_path / 'run'}"]
-    variables = {"AT": at, "AT_FILE": str(tmp_path / "at"), "SUMMA3D_WATCHDOG": "3", **COMMON, **TYPE}
+    variables = {"AT": at, "AT_FILE": str(tmp_path / "at"), "SUMMA3D_WATCHDOG": str(PATIENCE), **COMMON, **TYPE}
     environ = cluster.slurm.environment | variables
     ended = subprocess.run(command, cwd=cluster.folder, env=environ, capture_output=True, text=True, timeout=WAIT)
     assert ended.returncode != 0, ended.stderr
