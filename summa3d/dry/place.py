@@ -235,6 +235,7 @@ class DryLedger(Ledger):
         super().__init__()
         self._kept, self._repeating = kept, repeating
         self._issued, self._waited, self._multiplied, self._begun = issued, waited, multiplied, begun
+        self.alike = self._alike
 
     by_steps = True
 
@@ -262,7 +263,7 @@ class DryLedger(Ledger):
         self._begun()
         yield
 
-    def alike(self, kinds: Sequence[Hashable]) -> Iterator[int]:
+    def _alike(self, kinds: Sequence[Hashable]) -> Iterator[int]:
         """Of consecutive places of one kind the first ones, which may allocate, and one that stands for all behind them."""
         for _, group in groupby(range(len(kinds)), key=lambda place: kinds[place]):
             places = [*group]

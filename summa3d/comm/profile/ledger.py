@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, fields
@@ -97,6 +97,8 @@ class Ledger:
 
     by_steps = False
     """Whether products, and the start and the end of each communication, must be reported: by `product`, `begin`, `complete`."""
+    alike: Callable[[Sequence[Hashable]], Iterable[int]] = staticmethod(lambda kinds: range(len(kinds)))
+    """The places of `kinds`, in order, for a loop that does the same at places of one kind: a dry run leaves most out."""
 
     @property
     def ranges(self) -> Ranges | None:
@@ -181,10 +183,6 @@ class Ledger:
     def _arithmetic(self) -> float:
         """The processor time of this thread outside communications."""
         return time.thread_time() - sum(amounts.cpu_seconds for amounts in self._lines.values())
-
-    def alike(self, kinds: Sequence[Hashable]) -> Iterator[int]:
-        """The places of `kinds`, in order, for a loop that does the same at places of one kind: a dry run leaves most out."""
-        return iter(range(len(kinds)))
 
     def product(self, a: Array, b: Array, form: str, out: Array, made: int | None = None) -> AbstractContextManager[None]:
         """Around a local product out = op(A)·op(B), of one or of many matrices, or `made` elements of it: a span of the trace."""
