@@ -195,6 +195,16 @@ def test_attention_over_contexts_stands_beside_gloos(tmp_path):
 
 
 @pytest.mark.wide
+def test_experts_on_ranks_stand_beside_gloos_and_transformers(tmp_path):
+    """Outputs and gradients agree first: a side that computes another layer raises an error."""
+    file = tmp_path / "experts.json"
+    run("experts_race.py", "--small", "--ranks", "2", "--rounds", "1", "--json", str(file), fresh=True)
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0]["peer"] == "gloo"
+    assert all(len(row[side]) == 1 and row[side][0] > 0 for row in rows for side in ("ours", "theirs"))
+
+
+@pytest.mark.wide
 def test_every_pair_of_steps_trains_torchs_model(tmp_path):
     file = tmp_path / "torch.json"
     run("step_vs_torch.py", "--small", "--rounds", "1", "--json", str(file), patience=600, fresh=True)

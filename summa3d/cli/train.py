@@ -138,6 +138,10 @@ def _check_arguments(args: argparse.Namespace) -> None:
     for option in ("grids", "cluster", "memory", "load"):
         if getattr(args, option) is not None and not args.dry_run:
             raise ConfigError(f"--{option} is for --dry-run, which trains nothing.")
+    if args.load is not None and (args.grids is not None or args.plot is not None):
+        raise ConfigError(
+            "--load is of one grid's dry run; --grids and --plot take as many tokens for each expert. Leave one out."
+        )
     if args.cluster is not None and args.grids is None:
         raise ConfigError("--cluster predicts the seconds of --grids. Give both.")
     if args.ranks is not None and not args.dry_run:

@@ -50,6 +50,9 @@ GRIDS = {
 CONTEXTS: dict[int, dict[str, int]] = {2: {"cp": 2}, 4: {"cp": 2, "z": 2}, 8: {"cp": 2, "y": 2, "z": 2}}
 RING = {"context.kind": "ring", "model.attention_dropout": 0.0}
 """Ranks → the grid of the trials with contexts (--contexts), and the settings of all their runs."""
+EXPERTS: dict[int, dict[str, int]] = {2: {"ep": 2}, 4: {"ep": 2, "z": 2}, 8: {"ep": 2, "y": 2, "z": 2}}
+MIXTURE = {"model.family": "mixtral", "model.ffn": 12, "model.experts": 5, "model.balance": 0.1, "model.moe.bias_rate": 0.01}
+"""The same of the trials with experts (--experts)."""
 OTHERS: dict[int, tuple[int, dict[str, int]]] = {2: (1, {}), 4: (2, {"y": 2}), 8: (4, {"x": 2, "z": 2})}
 """Ranks → the ranks and the grid on which every other trial is resumed."""
 STAGES = ("start", "set-up", "forward", "backward", "optimizer", "evaluation", "copy", "write", "publish", "clean")
@@ -342,7 +345,7 @@ def differences(whole: Path, run: Path, exact: bool) -> list[str]:
     steps = [[{key: value for key, value in line.items() if not MEASURED.search(key)} for line in one] for one in lines]
     if [line.keys() for line in steps[0]] != [line.keys() for line in steps[1]]:
         return ["the resumed run has other lines of metrics"]
-    numbers = [np.array([number for line in one for number in line.values()], float) for one in steps]
+    numbers = [np.hstack([np.ravel(value) for line in one for value in line.values()]).astype(float) for one in steps]
     ours, theirs = tensors(whole), tensors(run)
     pairs = {"metrics": numbers, **{name: [ours[name], theirs[name]] for name in ours}}
     if not exact:
@@ -619,6 +622,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="Try these kinds of faults, with commas.")
     parser.add_argument("--trials", type=int, default=6, help="Trials of each kind on each number of ranks.")
     parser.add_argument("--contexts", action="store_true", help="Split sequences over two ranks, in a ring.")
+    parser.add_argument("--experts", action="store_true", help="Train a mixture, whose experts two ranks share.")
     parser.add_argument("--full", action="store_true", help="20 trials of each.")
     parser.add_argument("--seed", type=int, default=1, help="Of the moments.")
     parser.add_argument("--limit", type=float, default=5.0, help="Seconds of the watchdog of every run.")
@@ -633,6 +637,8 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="Write the result to FILE.")
     args = parser.parse_args()
+    if args.contexts and args.experts:
+        parser.error("--contexts and --experts are trials of their own. Give one of them.")
     args.worlds = [int(word) for word in args.ranks.split(",")]
     args.chosen = args.kinds.split(",")
     if unknown := [kind for kind in args.chosen if kind not in KINDS] + [ranks for ranks in args.worlds if ranks not in OTHERS]:
@@ -650,8 +656,9 @@ def main() -> int:
     load = f"load {os.getloadavg()[0]:.1f}"
     print(f"{os.cpu_count()} cores, {load}; limit {args.limit:g} s, room {args.room:g} s, seed {args.seed}")
     with tempfile.TemporaryDirectory(prefix="summa3d-faults-") as name:
+        around, settings = (CONTEXTS, RING) if args.contexts else (EXPERTS, MIXTURE) if args.experts else ({}, {})
         long = LARGER | (STABLE if args.grids == "several" else {}) if args.mtbf else {}
-        runs = Runs(Path(name), args.limit, args.room, **long, **(RING if args.contexts else {}))
+        runs = Runs(Path(name), args.limit, args.room, **long, **settings)
         if args.mtbf:
             result = failing_again_and_again(runs, args.worlds[0], args.mtbf, args.minutes, args.grids == "several", args.seed)
             tell_goodput(result)
@@ -664,7 +671,7 @@ def main() -> int:
             flat = all(abs(result[what]["grows"]) <= 0.01 * result[what]["steady"] for what in FLAT)
             claim("flat to 1 % after a quarter of the time; status 75 when asked to end", flat and result["status"] == 75)
         else:
-            grids = {ranks: CONTEXTS[ranks] if args.contexts else GRIDS[ranks][0] for ranks in args.worlds}
+            grids = {ranks: around[ranks] if around else GRIDS[ranks][0] for ranks in args.worlds}
             trials = campaign(runs, grids, args.chosen, 20 if args.full else args.trials, args.seed)
             result = {"trials": [asdict(trial) for trial in trials], "load": os.getloadavg()[0]}
             status = core.report([line_of(*one) for one in enumerate(trials)], "faults", "longest: s")

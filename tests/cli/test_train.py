@@ -267,3 +267,45 @@ def test_pipelines_and_replicas_that_do_not_fit_are_told_in_one_line() -> None:
         assert words in message and "\n" not in message
     alone = summa3d("train", *commands[-1])
     assert alone.returncode == 1 and alone.stdout == "" and alone.stderr == f"ConfigError: {said[-1]}\n"
+
+
+MIXTURE = ("model.family=mixtral", "model.layers=2", "model.experts=3", "model.experts_per_token=2", "train.batch=4")
+TAKES = "whole numbers from 0, [layers of experts, experts] = [2, 3], or [ranks, micro-batches, layers, experts] = [2, 1, 2, 3]"
+LOADS = [
+    (None, (), "file has no load: [Errno 2] No such file or directory"),
+    ("[[1, 2", (), "It is a JSON file of counts, or the metrics.jsonl of a mixture."),
+    ("[[8, 8, 8]]", (), f"The load has the shape [1, 3] of int64; it is {TAKES}"),
+    ("[[8, 8, 8], [8, 8]]", (), TAKES),
+    ("[[8, 8, 8], [9, 9, -2]]", (), TAKES),
+    ("[[8, 8, 8], [8, 8, 8.5]]", (), f"The load has the shape [2, 3] of float64; it is {TAKES}"),
+    (
+        "[[8, 8, 8], [8, 8, 8]]",
+        ("model.family=gpt2", "model.experts=none", "model.experts_per_token=none"),
+        "gpt2 has no experts to share",
+    ),
+    ("[[8, 8, 8], [8, 8, 8]]", ("model.experts_per_token=4",), "experts_per_token is 4"),
+    ("[[8, 8, 8], [8, 8, 8]]", ("model.moe.capacity=0",), "model.moe.capacity is 0.0"),
+]
+"""What a file of --load holds, settings of `train demo`, and what is said of them."""
+
+
+def test_mixtures_and_loads_that_cannot_be_are_told_in_one_line_and_pipelines_take_a_load(tmp_path: Path) -> None:
+    files, commands = [tmp_path / f"{number} file" for number in range(len(LOADS))], []
+    for file, (text, changes, _) in zip(files, LOADS, strict=True):
+        if text is not None:
+            file.write_text(text)
+        words = [part for change in (*MIXTURE, *changes, "grid.ep=2") for part in ("--set", change)]
+        commands.append(["demo", "--dry-run", "--ranks", "2", "--load", str(file), *words])
+    commands.append(["demo", "--dry-run", "--load", str(files[-1]), "--grids", "all"])
+    done = subprocess.run([jobs.python(), "-c", EACH, json.dumps(commands)], capture_output=True, text=True, timeout=PATIENCE)
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert done.returncode == 0 and len(said) == len(commands), done.stdout + done.stderr
+    for words, message in zip([*(words for *_, words in LOADS), "--load is of one grid"], said, strict=True):
+        assert words in message and "\n" not in message
+    pipeline = [part for change in (*MIXTURE, "grid.pp=2", "grid.ep=2", "model.hidden=48") for part in ("--set", change)]
+    moved = []
+    for load in ("[[64, 0, 0], [0, 64, 0]]", "[[32, 43, 53], [128, 0, 0]]"):
+        files[0].write_text(load)
+        run = summa3d("train", "demo", "--dry-run", "--json", "--ranks", 4, "--load", files[0], *pipeline)
+        moved.append(sum(axes.get("ep·x·y", 0) for axes in json.loads(run.stdout)["words"].values()))
+    assert moved[1] - moved[0] == 2 * 48 * (128 - 64) / 2  # forward and backward, half of a layer's rows come from the other rank

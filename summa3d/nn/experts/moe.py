@@ -70,10 +70,13 @@ class MoE(nn.Module):
         self.shared_weights = bool(sharded)
         unfetched = replace(scheme, prefetcher=None, sharded=sharded)  # a prefetch knows an order, which tokens change
         sizes, layout = (config.hidden, config.expert_width), scheme.scheme.pooled
-        experts = [GatedMLP(*sizes, unfetched.on(ep=(home,)), 0.02, out_std, dtype, layout=layout) for home in self.plane.homes]
+        fused = (
+            scheme.grid.size > 1 or self.shared_weights
+        )  # else nothing is gathered, and a copy of weights is more than few rows
+        homes = [unfetched.on(ep=(home,)) for home in self.plane.homes]
+        experts = [GatedMLP(*sizes, home, 0.02, out_std, dtype, layout=layout, fused=fused) for home in homes]
         for expert in experts:
-            expert.joined.compare_once()
-            expert.down.compare_once()
+            expert.compare_once()
         self.experts = nn.ModuleList(experts)
         shared = config.shared_width
         self.shared = GatedMLP(config.hidden, shared, scheme, 0.02, out_std, dtype) if shared else None

@@ -71,8 +71,9 @@ class GatedMLP(nn.Module):
     hidden, width : the global h and f
     std, out_std : deviations of the first values of W_gate and W_up, and of W_down
     layout : the layout of X and Y; default the residual stream's
+    fused : whether X·W_gate and X·W_up are one product (`FusedLinear`), which gathers X once, and keeps a copy of both weights
 
-    X·W_gate and X·W_up are one product (`FusedLinear`); the activation keeps its two outputs and nothing else.
+    The activation keeps its two outputs and nothing else.
     Raises LayoutError where f cannot be split evenly over the axes that split the columns.
     """
 
@@ -85,21 +86,31 @@ class GatedMLP(nn.Module):
         out_std: float = 0.02,
         dtype: torch.dtype = torch.float32,
         layout: Layout | None = None,
+        fused: bool = True,
     ) -> None:
         super().__init__()
         self.gate = Linear(hidden, width, scheme, layout, bias=False, std=std, dtype=dtype)
         self.up = Linear(hidden, width, scheme, layout, bias=False, std=std, dtype=dtype)
         inner, transposed = self.up.output_layout, scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
-        self.joined = FusedLinear("ffn", self.gate, self.up)
+        self.joined = FusedLinear("ffn", self.gate, self.up) if fused else None
 
     def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None).
 
         rows : the global number of rows, where the blocks of X may be uneven
         """
-        gate, up = self.joined(x, rows)  # [b/(XZ), s, f/Y] each
+        if self.joined is None:
+            gate, up = self.gate(x, rows), self.up(x, rows)
+        else:
+            gate, up = self.joined(x, rows)  # [b/(XZ), s, f/Y] each
         return self.down(_SwiGLU.apply(gate, up), rows, skip_bias_add)
+
+    def compare_once(self) -> None:
+        """As `Linear.compare_once`."""
+        for one in (self.gate, self.up) if self.joined is None else (self.joined,):
+            one.compare_once()
+        self.down.compare_once()
 
 
 def new_mlp(config: ModelConfig, context: Context, out_std: float, dtype: torch.dtype) -> MLP | GatedMLP:

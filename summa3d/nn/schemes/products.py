@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from functools import cache
 from math import prod
 from typing import Any
@@ -28,12 +29,13 @@ class LaidOutProduct:
     the result, summed. Where the two split a dim by different axes, the product is taken in panels of it.
 
     sizes : dim → size. axes : of each operand, dim → axes. shared : dim → axes that split the work. panels : dim → the axes of
-    either operand, of those that are taken in panels. held : the part of B that a rank multiplies with at least: of the experts
-    that a token goes to, one
+    either operand, of those that are taken in panels. factors : of each operand, how many times as many words it has as the
+    plan says: of a mixture's feed-forward layer, whose tokens are sent to each of their experts, and whose weights are those of
+    one (`holding`). expert : an expert's part of the weights in the plan
     """
 
-    def __init__(self, plan: ProductPlan, held: float = 1.0) -> None:
-        self.held = held
+    def __init__(self, plan: ProductPlan, factors: Sequence[Numeric] = (1.0, 1.0, 1.0), expert: float = 0.0) -> None:
+        self.factors, self.expert = factors, expert
         names = plan.a_names, plan.b_names, "mn"
         self.sizes: dict[str, int] = {"m": plan.m, "n": plan.n, "k": plan.k}
         self.axes = [dict(zip(dims, layout.dims, strict=True)) for dims, (layout, _) in zip(names, plan.stored, strict=True)]
@@ -42,14 +44,24 @@ class LaidOutProduct:
         self.panels = {dim: pair for dim, pair in both.items() if all(pair) and not self.shared[dim]}
         self.gathers = not self.panels and any(self.apart(A) + self.apart(B))
 
+    def holding(self, experts: Numeric) -> LaidOutProduct:
+        """The product on a rank that holds so many experts of a layer; the same where it is not theirs."""
+        if not self.expert:
+            return self
+        found, (a, b, c) = copy(self), self.factors
+        found.factors = a, b + (experts - 1) * self.expert, c
+        return found
+
     def apart(self, operand: int) -> tuple[str, ...]:
         """The axes that split an operand, and not the work."""
         return tuple(axis for dim, axes in self.axes[operand].items() for axis in axes if axis not in self.shared[dim])
 
     def words(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Numeric:
         """Words of a rank's block of an operand of the whole product, which has so many rows (m)."""
-        dims, part = self.axes[operand], self.held if operand == B else 1.0
-        return part * prod((rows if dim == "m" else self.sizes[dim]) / parts(axes, grid) for dim, axes in dims.items())
+        dims = self.axes[operand]
+        return self.factors[operand] * prod(
+            (rows if dim == "m" else self.sizes[dim]) / parts(axes, grid) for dim, axes in dims.items()
+        )
 
     def gathered(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Iterator[tuple[str, Numeric]]:
         """(axis, words that a rank receives) of a gather of an operand."""
@@ -89,10 +101,13 @@ def alone(scheme: str) -> Scheme:
 @cache
 def products_of(scheme: str, model: ModelConfig) -> tuple[LaidOutProduct, ...]:
     """The products of a block with its weights, in order."""
-    fed = (model.expert_width + model.shared_width) / model.matrices[-1][0] if model.num_experts else 1.0
-    return tuple(
-        LaidOutProduct(plan, held) for plan, held in zip(alone(scheme).block(model, 1), (1.0, 1.0, fed, fed), strict=True)
-    )
+    plans = alone(scheme).block(model, 1)
+    if not model.num_experts:
+        return tuple(map(LaidOutProduct, plans))
+    width, sent = model.matrices[-1][0], float(model.num_chosen + (model.shared_width > 0))
+    one, shared = (part / width for part in (model.expert_width, model.shared_width))
+    up, down = ((sent, one + shared, 1.0), one), ((1.0, one + shared, sent), one)
+    return *map(LaidOutProduct, plans[:2]), LaidOutProduct(plans[2], *up), LaidOutProduct(plans[3], *down)
 
 
 @cache

@@ -14,7 +14,7 @@ from ...comm.topology import replica_axes
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...nn.schemes.products import OPERANDS, B, Numeric, alone
-from ...nn.schemes.registry import SERIAL
+from ...nn.schemes.registry import SERIAL, row_axes
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices, move
@@ -42,8 +42,8 @@ class Moved(NamedTuple):
     waited: bool = False
 
 
-def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric) -> Iterator[Moved]:
-    """What a rank receives along the axes of a stage, without what may hide behind arithmetic.
+def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, experts: Numeric = 1) -> Iterator[Moved]:
+    """What a rank that holds so many experts of a layer receives along a stage's axes, without what may hide behind arithmetic.
 
     Operands that are gathered whole are kept for the gradients, unless backward gathers them again, and what is gathered of C's
     gradient is of both products; a sum of A's gradient may run behind the product of B's. Panels move for each product.
@@ -51,7 +51,7 @@ def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric) -> Ite
     size = dtype_of(inner.dtype).nbytes
     wide = 4 if inner.dtype in HALVES else size  # of sums that are wider than what they sum
     forwards, again = 2 if inner.recompute == "full" else 1, int(inner.regather or inner.replicas > 1)
-    for one in inner.products:
+    for one in [one.holding(experts) for one in inner.products]:
         whole, panels = not one.panels, one.count(grid)
         gathers = (forwards + inner.regather, forwards + again, 1) if whole else (forwards + 1, forwards + 1, 2)
         sums, name = (int(not whole), 1, forwards), "all_gather" if whole else "broadcast"
@@ -74,10 +74,13 @@ class Kept(NamedTuple):
     weights: Numeric
 
 
-def kept(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, alone: Sequence[Kept]) -> tuple[Numeric, Numeric]:
+def kept(
+    inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, alone: Sequence[Kept], experts: Numeric = 1
+) -> tuple[Numeric, Numeric]:
     """Bytes of a block that a rank keeps of a micro-batch at least: from F to B or X; and then to W, where backward is split.
 
-    alone : those of one rank alone. A rank has its share of them; copies of weights among them are those that it gathers.
+    alone : those of one rank alone, of which a rank has its share; copies of weights among them are those that it gathers.
+    experts : of a layer, on the rank
 
     Beside it, a stream of which ranks hold copies is whole around products and norms; products keep the operands that they
     gathered unless backward gathers or computes them again, and what X has gathered for gradients of weights waits for W, but for
@@ -89,12 +92,13 @@ def kept(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, alone: 
     saved, owed = part[0] + (1 if full else 4) * copies, part[1] * (not inner.products[0].panels) + 4 * copies
     if not inner.gathers or inner.regather:
         return saved, owed
+    products = [one.holding(experts) for one in inner.products]
     operands, weights, gradients = (
-        sum(words for one in inner.products for _, words in one.gathered(operand, grid, tokens)) * size for operand in OPERANDS
+        sum(words for one in products for _, words in one.gathered(operand, grid, tokens)) * size for operand in OPERANDS
     )
     if full:
         return saved, owed + operands + gradients - stream * size / ranks
-    own = sum(one.words(B, grid, tokens) * size * (words > 0) for one in inner.products for _, words in one.gathered(B, grid, 1))
+    own = sum(one.words(B, grid, tokens) * size * (words > 0) for one in products for _, words in one.gathered(B, grid, 1))
     weights = np.maximum(0.0, (weights + own) * (inner.replicas == 1) - alone[0].weights / ranks)
     return saved + operands + weights, owed + operands + gradients
 
@@ -138,24 +142,36 @@ class Bounds:
         """Bytes that a rank holds at least: of the weights of blocks and their states alone; and with what micro-batches keep."""
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.copies[at]
         moments = 2 if self.times.train.optimizer == "adamw" else 1
-        kinds, place = np.unique(dp, return_inverse=True)
-        each = np.array([sum(kept_per_element(inner.dtype, zero, int(one), moments)) for one in kinds])[place.reshape(-1)]
         sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.share[at], rows.ranks[at]
-        layer = sum(one.words(B, sizes, size) for one in inner.products)
-        alone = [self._alone_keeps(inner, zero, way, size, dp) for way in PASSES[:2]]
-        saved, owed = kept(inner, sizes, size * inner.model.sequence, alone)
-        sums = ((dp > 1) & (zero == 2)) * MARGIN
+        experts, of_experts = rows.experts[at], dp // rows.groups[at]
+
+        def each(copies: Any) -> Any:
+            kinds, place = np.unique(copies, return_inverse=True)
+            return np.array([sum(kept_per_element(inner.dtype, zero, int(one), moments)) for one in kinds])[place.reshape(-1)]
+
+        dense = sum(one.holding(0).words(B, sizes, size) for one in inner.products)
+        routed = sum(one.holding(experts).words(B, sizes, size) for one in inner.products) - dense
+        layer = dense * each(dp) + routed * each(of_experts)
+        alone = [self._alone_keeps(inner, zero, way, size, dp, experts) for way in PASSES[:2]]
+        saved, owed = kept(inner, sizes, size * inner.model.sequence, alone, experts)
         states, held = 0.0 * layer, 0.0 * layer
         for layers, flying, waiting in rows.heaviest[:, :, at]:
-            own = layers * layer
-            states = np.maximum(states, own * each)
-            held = np.maximum(
-                held, own * each + flying * saved + waiting * owed + sums * summed(inner, own, ranks, rows.micro_batches[at])
-            )
+            kinds = [(layers * dense, dp), (layers * routed, of_experts)]
+            alike = [(layers * (dense + routed), dp)]  # of which one is shared out to fewer buckets
+            sums: Any = 0.0
+            if zero == 2:
+                several = (summed(inner, one, ranks, np.maximum(0, rows.micro_batches[at] - flying))[0] for one in (kinds, alike))
+                sums = MARGIN * np.where(of_experts < dp, *several)
+            states = np.maximum(states, layers * layer)
+            held = np.maximum(held, layers * layer + flying * saved + waiting * owed + sums)
         return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
-    def _alone_keeps(self, inner: StageGrid, zero: int, way: str, rows: Numeric, dp: Numeric) -> Kept:
-        """What a block keeps at least of a micro-batch on one rank alone after a pass, less what replicas share of it."""
+    def _alone_keeps(self, inner: StageGrid, zero: int, way: str, rows: Numeric, dp: Numeric, experts: Numeric = 1) -> Kept:
+        """What a block keeps at least of a micro-batch on one rank alone after a pass, less what replicas share of it.
+
+        experts : of a layer, on the rank, which has its share of what does not grow with rows.
+        """
+        part = experts / max(1, inner.model.num_experts) if inner.model.num_experts else 1.0
 
         def of(replicas: int) -> tuple[int, int]:
             passes = self._cells(inner, replicas).passes
@@ -163,12 +179,9 @@ class Bounds:
             return sum(line.base for line in net), sum(line.slope for line in net)
 
         base, slope = of(1)
-        base //= max(1, inner.model.num_experts)  # of a mixture, a rank may hold one of the experts
         if zero == 3:
-            of_two = of(2)
-            of_two = of_two[0] // max(1, inner.model.num_experts), of_two[1]
-            base, slope = (one - 2 * (one - two) * (1 - 1 / dp) for one, two in zip((base, slope), of_two, strict=True))
-        return Kept(MARGIN * (base + slope * rows), base)
+            base, slope = (one - 2 * (one - two) * (1 - 1 / dp) for one, two in zip((base, slope), of(2), strict=True))
+        return Kept(MARGIN * (part * base + slope * rows), part * base)
 
     # -- seconds
 
@@ -180,9 +193,10 @@ class Bounds:
         """
         inner, sizes = rows.inner_of(saving, int(at[0])), {axis: column[at] for axis, column in rows.sizes.items()}
         shards = rows.copies[at] if rows.era.zero[saving[1]] == 3 else 1
-        parts, elements = self._computed(inner, sizes, rows.share[at], shards, rows.total)
+        around = rows.experts[at], rows.groups[at]
+        parts, elements = self._computed(inner, sizes, rows.share[at], shards, rows.total, around)
         split = _split(inner, parts, elements, rows.chunks[at])
-        every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence)]
+        every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence, rows.experts[at])]
         ports, streams = self._anywhere(sizes, every)
         parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
         if rows.era.zero[saving[1]] == 3:
@@ -197,8 +211,12 @@ class Bounds:
         key = plan.inner, plan.units
         if key not in self._work:
             shape, share = plan.inner.shape, plan.rows / plan.inner.copies
-            computed = self._computed(plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp)
-            self._work[key] = *computed, _together(moved(plan.inner, shape, share * plan.inner.model.sequence))
+            experts, groups = plan.inner.own_experts, plan.inner.expert_groups
+            computed = self._computed(
+                plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp, (experts, groups)
+            )
+            every = [*moved(plan.inner, shape, share * plan.inner.model.sequence, experts), *_dispatched(plan.inner, share)]
+            self._work[key] = *computed, _together(every)
         parts, elements, _ = self._work[key]
         around = plan.pp, plan.micro_batches
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
@@ -220,11 +238,18 @@ class Bounds:
         return self._blocks[key]
 
     def _computed(
-        self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, shards: Numeric, ranks: int
+        self,
+        inner: StageGrid,
+        sizes: Mapping[str, Numeric],
+        rows: Numeric,
+        shards: Numeric,
+        ranks: int,
+        mixture: tuple[Numeric, Numeric],
     ) -> tuple[dict[str, Numeric], Numeric]:
         """Seconds of arithmetic of each cell on a rank; and of a block's element-wise work, behind which sums may hide.
 
-        shards : of the weights of a rank of the grid, over replicas. ranks : all.
+        shards : of the weights of a rank of the grid, over replicas. ranks : all. mixture : experts of a layer on the rank, and
+        ranks that hold others.
         """
         inside, crowding = prod(sizes.values()), self.cluster.crowding(ranks)
         found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
@@ -235,16 +260,35 @@ class Bounds:
         launch = crowding * self.cluster["product.launch"]
         for cell in CELLS:
             launched, still, row, cubes = self._of_one(inner, cell, crowding)
-            found[cell] = launched + (still / shards + row * rows) / inside
+            part = mixture[0] / inner.model.num_experts if cell == BLOCK and inner.model.num_experts else 1.0
+            found[cell] = part * launched + (part * still / shards + row * rows) / inside
             for many, volume in cubes:
                 share = volume * rows / inside
                 found[cell] = found[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
         elements, passes = found[BLOCK], 4 if inner.recompute == "full" else 3
-        for one in inner.products:  # those of gradients have the same sizes in other places
-            (m, n, k), many = one.local(sizes, rows * inner.model.sequence), passes * one.count(sizes)
+        for m, n, k, many in self._multiplied(inner, sizes, rows, mixture):  # those of gradients have these sizes in other places
+            many = passes * many
             side, moving = np.minimum(np.minimum(m, n), k), size * (m * k + k * n + m * n) * byte
             found[BLOCK] = found[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
         return found, elements
+
+    def _multiplied(
+        self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, mixture: tuple[Numeric, Numeric]
+    ) -> Iterator[tuple[Numeric, Numeric, Numeric, Numeric]]:
+        """(m, n, k, how many) of a block's products on a rank, forward: of each of its experts one, of as many tokens."""
+        (experts, groups), model = mixture, inner.model
+        for one in inner.products:
+            (m, n, k), many = one.local(sizes, rows * model.sequence), one.count(sizes)
+            if not one.expert:
+                yield m, n, k, many
+                continue
+            into = one.sizes["k"] == model.hidden  # else out of the experts' width
+            for width, tokens, times in (
+                (one.expert, m * model.num_chosen * groups / model.num_experts, experts),
+                (model.shared_width / model.matrices[-1][0], m, 1),
+            ):
+                if width:
+                    yield tokens, n * (width if into else 1), k * (1 if into else width), many * times
 
     def _of_one(self, inner: StageGrid, cell: str, crowding: float) -> SingleRankWork:
         key = inner.recompute, inner.split, cell, crowding
@@ -265,8 +309,6 @@ class Bounds:
                 slope += many * crowding * (prices.product(one) - launch)
             elif one.kind == "product" and cell != BLOCK:
                 cubes.append((many, float(one.m * one.n * one.k)))
-        if cell == BLOCK:  # of a mixture, a rank may hold one of the experts
-            launched, size = launched / max(1, inner.model.num_experts), size / max(1, inner.model.num_experts)
         self._alone[key] = SingleRankWork(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
         return self._alone[key]
 
@@ -343,6 +385,19 @@ class Bounds:
             least = np.minimum(least, np.where(fits & (share >= 1), taken, np.inf))
         fixed = sum(waited.values())
         return np.maximum(fastest, least) + fixed, np.max([streams[axis] + waited[axis] for axis in sizes], axis=0)
+
+
+def _dispatched(inner: StageGrid, rows: Numeric) -> Iterator[Moved]:
+    """What all-to-alls to experts and back move: of a rank's tokens, those of experts that only other ranks along ep hold.
+
+    As many tokens go to each expert.
+    """
+    model, groups = inner.model, inner.expert_groups
+    if groups > 1:
+        passes = 5 if inner.recompute == "full" else 4
+        words = rows * model.sequence * model.num_chosen * model.hidden / inner.ranks * (1 - 1 / groups)
+        rows_of = [axis for axis in row_axes(alone(inner.scheme).residual) if inner.shape[axis] > 1]
+        yield Moved("·".join(("ep", *rows_of)), "all_to_all", passes * words * dtype_of(inner.dtype).nbytes, passes)
 
 
 class SplitPasses(NamedTuple):

@@ -99,6 +99,16 @@ class StageGrid:
         return prod(size for _, size in self.outer)
 
     @cached_property
+    def expert_groups(self) -> int:
+        """The ranks along ep, which hold different experts; 1 for a model without experts."""
+        return dict(self.outer).get("ep", 1) if self.model.num_experts else 1
+
+    @property
+    def own_experts(self) -> int:
+        """The most experts of a layer that a rank holds."""
+        return -(-self.model.num_experts // self.expert_groups)
+
+    @cached_property
     def block_elements(self) -> int:
         """Elements of the weights of a block."""
         return self.model.block_elements

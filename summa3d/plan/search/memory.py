@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,7 +118,14 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | N
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
     top = top if muon is None else max(top, muon.top)
     kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks * plan.inner.copies) * (plan.pp > 1)
-    buckets = int(summed(plan.inner, held, plan.inner.ranks, plan.micro_batches)) if plan.zero == 2 and plan.copies > 1 else 0
+    kinds = [(held, plan.copies)]
+    if plan.copies != plan.expert_copies:
+        kinds = [(held - experts, plan.copies), (experts, plan.expert_copies)]
+    buckets = 0
+    for number in range(min(plan.micro_batches, 1 + BUCKETS_IN_FLIGHT) if plan.zero == 2 else 0):  # of backwards
+        first, last = summed(plan.inner, kinds, plan.inner.ranks, number)
+        left = max(nets[0]) * (plan.micro_batches - number)  # of those that are to come, less than in flight at the end
+        buckets = max(buckets, int(max(first, last - max(nets[0]))) - max(0, activations - left))
     return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, buckets, rank)
 
 
@@ -146,10 +153,14 @@ def in_pipe(inner: StageGrid, rows: Any, ranks: Any) -> Any:
     return rows * inner.model.sequence * inner.model.hidden // ranks * 2 * dtype_of(inner.dtype).nbytes
 
 
-def summed(inner: StageGrid, held: Any, ranks: Any, micro_batches: Any) -> Any:
-    """Bytes of gradients that zero 2 sums while a micro-batch makes them: a bucket's, and those in flight.
+def summed(inner: StageGrid, kinds: Sequence[tuple[Any, Any]], ranks: Any, number: Any) -> tuple[Any, Any]:
+    """Bytes of gradients that zero 2 sums while a micro-batch makes them: when the backward `number` begins, and when it ends.
 
-    While one is packed, one less is in flight. A bucket of all weights is started once in a micro-batch.
+    kinds : (elements, copies) of weights that share buckets: those of experts have other replicas along ep than the others have;
+    without replicas, none.
+
+    While a bucket is packed, one less is in flight. A bucket of all weights of a kind is started once in a micro-batch, whose
+    activations are gone by then.
     """
     model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
     matrices = model.matrices
@@ -157,8 +168,15 @@ def summed(inner: StageGrid, held: Any, ranks: Any, micro_batches: Any) -> Any:
         matrices = *matrices[:2], (2 * model.hidden, max(model.expert_width, model.shared_width))
     largest = max(rows * columns for rows, columns in (*matrices, (model.vocabulary, model.hidden))) // ranks
     bucket = np.maximum(ReplicasConfig.bucket, largest * size)
-    in_flight = np.where(held * size > bucket, BUCKETS_IN_FLIGHT, np.minimum(BUCKETS_IN_FLIGHT, micro_batches - 1))
-    return (1 + in_flight) * np.minimum(held * size, bucket)
+    held = [np.where(np.greater(copies, 1), elements * size, 0) for elements, copies in kinds]
+    parts, many = [np.minimum(one, bucket) for one in held], np.maximum(1, sum(np.greater(one, 0) for one in held))
+    together, others = sum(parts), np.minimum(BUCKETS_IN_FLIGHT / many, number)
+    flying = sum(
+        one * (1 + 1 / copies) for one, (_, copies) in zip(parts, kinds, strict=True)
+    )  # messages, and what is left of them
+    several, all_along = np.any([np.greater(one, bucket) for one in held], axis=0), BUCKETS_IN_FLIGHT * np.max(parts, axis=0)
+    before = np.where(many == 1, np.minimum(BUCKETS_IN_FLIGHT - 1, others), 0) * flying
+    return tuple(np.where(several, together + all_along, one) for one in (others * flying, 2 * together + before))
 
 
 def extent(pieces: Iterable[PassOps], times: Mapping[str, int], units: int) -> tuple[int, int]:

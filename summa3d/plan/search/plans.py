@@ -116,7 +116,7 @@ class Plan:
     @property
     def expert_copies(self) -> int:
         """Ranks that hold copies of an expert's weight."""
-        return self.copies // (dict(self.inner.outer).get("ep", 1) if self.inner.model.num_experts else 1)
+        return self.copies // self.inner.expert_groups
 
     @property
     def stage_ranks(self) -> int:
@@ -200,8 +200,8 @@ class PlanTable:
     """Plans of one scheme, and one kind of backward, as columns of numbers; none saves memory, and what does is beside each.
 
     inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, copies :
-    as of `Plan`. ranks : of a scheme's grid. share : rows of a micro-batch whose work such a grid has. total : ranks of a plan.
-    schedule : a place in SCHEDULES.
+    as of `Plan`. groups, experts : ranks along ep, and the most experts of a layer on one. ranks : of a scheme's grid. share :
+    rows of a micro-batch whose work such a grid has. total : ranks of a plan. schedule : a place in SCHEDULES.
     """
 
     def __init__(self, era: Era, inners: Sequence[StageGrid], around: Sequence[OuterGrid]) -> None:
@@ -212,6 +212,7 @@ class PlanTable:
         self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in inners[0].shape}
         self.ranks, around = self._of([one.ranks for one in inners]), self._of([one.copies for one in inners])
         self.copies, self.share = self.dp * around, self.units * self._of([one.unit for one in inners]) / around
+        self.groups, self.experts = (self._of([getattr(one, of) for one in inners]) for of in ("expert_groups", "own_experts"))
         self.total = int(self.ranks[0] * self.copies[0] * self.pp[0])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
 
