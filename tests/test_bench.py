@@ -256,6 +256,7 @@ def test_a_linears_rate_stands_beside_that_of_the_cores(tmp_path):
     assert "≥ 0.6 of the cores' rate" in said.splitlines()[-1]
 
 
+@pytest.mark.wide
 def test_two_checkouts_are_raced_case_by_case(tmp_path):
     file = tmp_path / "against.json"
     names = "product-cuboid-64-p1", "all_gather-small-node"

@@ -75,7 +75,7 @@ def test_the_first_use_of_everyone_makes_its_communicator_and_the_users_is_left_
 
 @pytest.mark.mpi(sizes=(2,))
 def test_thousands_of_grids_are_made_and_freed_in_one_process(comm):
-    for _ in range(3000):
+    for _ in range(2100):  # MPICH has some 2,000 context ids
         with Grid(comm, {"x": 2}, node_memory=False, ranks=(1, 0)):
             pass
     with Grid(comm, {"x": 2}) as grid:

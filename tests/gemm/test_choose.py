@@ -158,7 +158,7 @@ def test_every_plan_belongs_to_one_algorithm():
         assert algorithm_of(found.plan("nn", 2, 2, 2)) is found
 
 
-@pytest.mark.parametrize("ranks", [4093, 4096, 75277])
+@pytest.mark.parametrize("ranks", [4093, 4096, pytest.param(75277, marks=pytest.mark.wide)])
 def test_of_thousands_of_ranks_few_candidates_are_priced(ranks, monkeypatch):
     """50 µs each: a second. Of a prime number of ranks fewer ranks are looked at too, but not all."""
     priced, candidates = [], Search.candidates
