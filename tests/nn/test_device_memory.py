@@ -20,7 +20,7 @@ SETTINGS = [
     ({"dropout": 0.1}, ("selective", 1)),
 ]
 TURNS = "gpt2", "bert", "llama", "vit"
-IN_TURN = [pytest.param(family, marks=[pytest.mark.wide] if family in ("bert", "vit") else []) for family in FAMILIES]
+IN_TURN = [pytest.param(family, marks=[pytest.mark.wide] if family != "llama" else []) for family in FAMILIES]
 
 
 @pytest.mark.mpi(sizes=(1, 4))

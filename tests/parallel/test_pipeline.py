@@ -217,6 +217,7 @@ def test_the_next_tokens_logits_are_the_whole_models_on_every_rank(make_grid: An
         piped.executor.channel.free()
 
 
+@pytest.mark.wide
 def test_messages_that_move_only_inside_mpi_arrive(tmp_path: Path) -> None:
     """No copies between address spaces, blocks that MPI does not send ahead, and ops that end at random times."""
     ended = jobs.run([str(Path(__file__).parents[1] / "staged.py"), "2"], 4, extra={"MPIR_CVAR_CH4_CMA_ENABLE": "0"})

@@ -254,7 +254,7 @@ def test_a_run_that_is_asked_to_end_loses_no_step(tmp_path: Path, number: int) -
     assert numbers(parts) == numbers(whole) and files_of(parts, steps) == files_of(whole, steps)
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(40, marks=WIDE)])
+@pytest.mark.parametrize("number", [1, pytest.param(40, marks=WIDE)])
 def test_launch_or_a_rank_is_asked_to_end_at_a_random_time(tmp_path: Path, number: int) -> None:
     """Each job starts the run anew, or goes on; asked by SIGTERM, or by the signal that the configuration names."""
     chance, steps = random.Random(2028), {"train__steps": 100_000, "train__signal": "SIGUSR1", "train__checkpoint_every": 1000}

@@ -145,7 +145,7 @@ LEGS = [
 
 
 @pytest.mark.mpi(sizes=(4,))
-@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("model", [{}, pytest.param(LLAMA, marks=pytest.mark.wide)], ids=["gpt2", "llama"])
 def test_a_run_goes_on_from_its_checkpoint_on_other_grids(comm: Any, shared_tmp_path: Path, model: dict[str, Any]) -> None:
     keys = {"train__optimizer": "muon", "train__decay_to": 1.0, "model__layers": 2, "train__accumulate": 2, "train__keep": 1}
     legs = [*train_in_legs(comm, shared_tmp_path, LEGS, **keys, **model)]

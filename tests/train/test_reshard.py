@@ -25,7 +25,7 @@ NEMOTRON = {"model__kv_heads": 2, "model__activation": "relu2"}
 
 
 @pytest.mark.mpi(sizes=(8,))
-@pytest.mark.parametrize("model", [{}, LLAMA, NEMOTRON], ids=["gpt2", "llama", "grouped"])
+@pytest.mark.parametrize("model", [{}, pytest.param(LLAMA, marks=pytest.mark.wide), NEMOTRON], ids=["gpt2", "llama", "grouped"])
 def test_a_run_that_changes_its_scheme_every_two_steps_is_one_run(comm: Any, shared_tmp_path: Path, model: Any) -> None:
     whole, legs = shared_tmp_path / "whole", shared_tmp_path / "legs"
     if comm.rank == 0:
