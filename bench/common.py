@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -55,6 +56,16 @@ def itself(ranks: int) -> Any:
     return from_ranks(ranks, *sys.argv, "--on-ranks")
 
 
+def from_nodes(nodes: int, port: str, *arguments: object, ranks: int | None = None) -> Any:
+    """Return the JSON in the last line that `python ARGUMENTS…` prints on emulated nodes. Needs root.
+
+    port : the rate of a node's port, such as 100mbit. ranks : of all nodes; by default one each
+    """
+    network = ["--emulate", f"nodes={nodes},port={port}", "-n", str(ranks or nodes)]
+    command = [sys.executable, "-m", "summa3d", "launch", *network, *map(str, arguments)]
+    return json.loads(printed(command, environment()).splitlines()[-1])
+
+
 def options(
     doc: str | None, rounds: int | None = None, what: str = "Time this many interleaved rounds."
 ) -> argparse.ArgumentParser:
@@ -89,6 +100,26 @@ def about(machine: Mapping[str, Any]) -> str:
     from summa3d.bench.tables import in_one_line
 
     return in_one_line(machine)
+
+
+def quotient(peer: Sequence[float], ours: Sequence[float]) -> Any:
+    """The peer's time ÷ ours, of rounds in turn, with its interval."""
+    from summa3d.bench.statistics import ratio
+
+    return ratio(peer, ours)
+
+
+def beside(what: str, name: str, peer: Sequence[float], ours: Sequence[float]) -> str:
+    """Both sides' times in milliseconds, and the peer's ÷ ours, as text."""
+    found = quotient(peer, ours)
+    sides = f"{what}: ours {median(ours) * 1e3:.1f} ms, {name} {median(peer) * 1e3:.1f} ms"
+    return f"{sides}; {name} ÷ ours {found.middle:.2f} [{found.ends} {'range' if found.is_range else '95 %'}]"
+
+
+def not_slower(name: str, middles: Mapping[str, float]) -> tuple[str, bool]:
+    """The claim that ours is not slower at the median: what was raced → the peer's time ÷ ours."""
+    worst = min(middles, key=lambda what: middles[what])
+    return f"{name} ÷ ours ≥ 1: the least is {middles[worst]:.2f} ({worst})", middles[worst] >= 1.0
 
 
 def verdict(claim: str, held: bool) -> str:

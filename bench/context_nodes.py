@@ -6,14 +6,12 @@ runs. Needs root.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from common import conclude, environment, from_ranks, note, options, printed, save
+from common import conclude, from_nodes, from_ranks, note, options, save
 from ranks import in_turn, on_machine, seconds, started, tell
 
 NODES, PORT = (2, 4), 100e6 / 8
@@ -39,10 +37,8 @@ def main() -> None:
         positions = args.positions or positions_of(from_ranks(2, __file__, "--on-ranks")["rate"], nodes)
         folded, unfolded = work_of(nodes)
         note(f"load {load:.1f}; {nodes} nodes, {positions} positions each; unfolded ÷ folded is to be {unfolded / folded:.2f}")
-        network = ["--emulate", f"nodes={nodes},port=100mbit", "-n", str(nodes)]
-        arguments = ["--on-ranks", "--positions", str(positions), "--rounds", str(args.rounds)]
-        command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
-        rows.append(json.loads(printed(command, environment()).splitlines()[-1]))
+        arguments = __file__, "--on-ranks", "--positions", positions, "--rounds", args.rounds
+        rows.append(from_nodes(nodes, "100mbit", *arguments))
         print(line(rows[-1]))
     save({"kind": "contexts between nodes", "load": load, "rows": rows}, args.json)
     conclude(claims(rows))

@@ -7,11 +7,10 @@ Every rank holds the q, k and v of its part of each sequence; a round is a forwa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from statistics import median
 from typing import Any, NamedTuple
 
-from common import about, conclude, itself, note, options, save
-from ranks import started, tell
+from common import about, beside, conclude, itself, not_slower, note, options, quotient, save
+from ranks import alternating, started, tell
 
 SHAPE = {"rows": 1, "heads": 8, "kv_heads": 4, "sequence": 4096, "size": 64}
 SMALL = {"rows": 2, "heads": 4, "kv_heads": 4, "sequence": 48, "size": 8}
@@ -42,31 +41,12 @@ def main() -> None:
         print(about(result["machine"]))
         print(f"torch's context_parallel on {ranks} ranks without a GPU: {result['error']}")
         for kind in KINDS:
-            rows.append({"kind": kind, "ranks": ranks, "ours": result["seconds"][kind], "peer": result["seconds"][PEER]})
-            print(line(rows[-1]))
-    conclude(claims(rows))
+            row = {"kind": kind, "ranks": ranks, "ours": result["seconds"][kind], "peer": result["seconds"][PEER]}
+            print(beside(f"{kind}, {ranks} ranks", PEER, row["peer"], row["ours"]))
+            rows.append(row)
+    middles = {f"{row['kind']}, {row['ranks']} ranks": quotient(row["peer"], row["ours"]).middle for row in rows}
+    conclude([not_slower(PEER, middles)])
     save({"kind": "context-race", "machine": result["machine"], "rows": rows}, args.json)
-
-
-def quotient(row: Mapping[str, Any]) -> Any:
-    """The peer's time ÷ ours, with its interval."""
-    from summa3d.bench.statistics import ratio
-
-    return ratio(row["peer"], row["ours"])
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row as text: both sides in milliseconds, and the peer's ÷ ours."""
-    ours, peer, found = median(row["ours"]) * 1e3, median(row["peer"]) * 1e3, quotient(row)
-    sides = f"{row['kind']}, {row['ranks']} ranks: ours {ours:.1f} ms, gloo {peer:.1f} ms"
-    return f"{sides}; gloo ÷ ours {found.middle:.2f} [{found.ends} {'range' if found.is_range else '95 %'}]"
-
-
-def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """No kind is slower at the median."""
-    worst = min(rows, key=lambda row: quotient(row).middle)
-    found = quotient(worst).middle
-    return [(f"gloo ÷ ours ≥ 1: the least is {found:.2f} ({worst['kind']}, {worst['ranks']} ranks)", found >= 1.0)]
 
 
 def measure(rounds: int, shape: Mapping[str, int]) -> None:
@@ -93,20 +73,10 @@ def measure(rounds: int, shape: Mapping[str, int]) -> None:
             expected = own(all_positions, sides[name].split)
             if (got - expected).norm() > TOLERANCE * expected.norm():
                 raise ValueError(f"{name} computes another attention than that of whole sequences.")
-    clock, seconds = Clock(grid), {name: list[float]() for name in acts}
-    for number in range(-WARM_UP, rounds):
-        for name in [*acts] if number % 2 == 0 else [*acts][::-1]:
-            seconds[name] += clock.spans(acts[name])
+    seconds = alternating(acts, rounds, Clock(grid), WARM_UP)
     if world.rank == 0:
         note(f"{world.size} ranks: done")
-    tell(
-        world,
-        {
-            "machine": found,
-            "seconds": {name: times[WARM_UP:] for name, times in seconds.items()},
-            "error": error_of_torch(world.size),
-        },
-    )
+    tell(world, {"machine": found, "seconds": seconds, "error": error_of_torch(world.size)})
     torch.distributed.destroy_process_group()
 
 

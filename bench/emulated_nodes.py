@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common import about, conclude, environment, from_ranks, note, options, printed, save
+from common import about, conclude, from_nodes, from_ranks, note, options, save
 from emulated_cases import MATRICES, Case, Facts, port_bytes, predicted, races, settings
 from emulated_report import claims, figures, replaced, table
 from ranks import in_turn, on_machine, seconds, started, tell, training
@@ -59,13 +58,6 @@ def show(result: Mapping[str, Any], page: Path | None, plots: Path | None) -> No
         page.write_text(replaced(page.read_text(encoding="utf-8"), result), encoding="utf-8")
     if plots is not None:
         figures(result, plots)
-
-
-def emulated(nodes: int, port: str, ranks: int, arguments: Sequence[str]) -> str:
-    """Return what this script prints on ranks of emulated nodes. A failed job ends the script."""
-    network = ["--emulate", f"nodes={nodes},port={port}", "-n", str(ranks)]
-    command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
-    return printed(command, environment())
 
 
 # -- predictions --------------------------------------------------------------------------------------------------------------
@@ -136,8 +128,8 @@ def measured(plan: Mapping[str, Any], file: Path, parts: Sequence[str] | None, r
         if parts and race["part"] not in parts:
             continue
         load, began = os.getloadavg()[0], time.monotonic()
-        arguments = ["--measure", str(file), "--rounds", str(rounds), "--on-ranks", "--race", str(number)]
-        found = json.loads(emulated(race["nodes"], race["port"], race["ranks"], arguments).splitlines()[-1])
+        arguments = __file__, "--measure", file, "--rounds", rounds, "--on-ranks", "--race", number
+        found = from_nodes(race["nodes"], race["port"], *arguments, ranks=race["ranks"])
         rows = zip(race["cases"], found["times"], found["carried"], strict=True)
         cases = [{**case, "times": times, "carried": carried} for case, times, carried in rows]
         result["machine"] = found["machine"]

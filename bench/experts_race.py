@@ -8,11 +8,10 @@ that it distributes itself (`AllToAllEP`). Loads are as uneven as a random route
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from statistics import median
 from typing import Any
 
-from common import about, conclude, itself, note, options, save
-from ranks import started, tell
+from common import about, beside, conclude, itself, not_slower, note, options, quotient, save
+from ranks import alternating, started, tell
 
 SHAPE = {"tokens": 1024, "hidden": 512, "width": 1024, "experts": 8, "chosen": 2}
 SMALL = {"tokens": 24, "hidden": 16, "width": 12, "experts": 8, "chosen": 2}
@@ -40,30 +39,10 @@ def main() -> None:
         for peer in (GLOO, THEIRS):
             if peer in seconds:
                 rows.append({"peer": peer, "ranks": ranks, "ours": seconds[OURS], "theirs": seconds[peer]})
-                print(line(rows[-1]))
-    conclude(claims(rows))
+                print(beside(f"{ranks} ranks", peer, seconds[peer], seconds[OURS]))
+    middles = {f"{row['peer']}, {row['ranks']} ranks": quotient(row["theirs"], row["ours"]).middle for row in rows}
+    conclude([not_slower("peer", middles)])
     save({"kind": "experts-race", "machine": result["machine"], "rows": rows}, args.json)
-
-
-def quotient(row: Mapping[str, Any]) -> Any:
-    """The peer's time ÷ ours, with its interval."""
-    from summa3d.bench.statistics import ratio
-
-    return ratio(row["theirs"], row["ours"])
-
-
-def line(row: Mapping[str, Any]) -> str:
-    """A row as text: both sides in milliseconds, and the peer's ÷ ours."""
-    ours, theirs, found = median(row["ours"]) * 1e3, median(row["theirs"]) * 1e3, quotient(row)
-    sides = f"{row['ranks']} ranks: ours {ours:.1f} ms, {row['peer']} {theirs:.1f} ms"
-    return f"{sides}; {row['peer']} ÷ ours {found.middle:.2f} [{found.ends} {'range' if found.is_range else '95 %'}]"
-
-
-def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """Ours is not slower at the median, whoever the peer."""
-    worst = min(rows, key=lambda row: quotient(row).middle)
-    found = quotient(worst).middle
-    return [(f"peer ÷ ours ≥ 1: the least is {found:.2f} ({worst['peer']}, {worst['ranks']} ranks)", found >= 1.0)]
 
 
 def measure(rounds: int, shape: Mapping[str, int]) -> None:
@@ -92,14 +71,10 @@ def measure(rounds: int, shape: Mapping[str, int]) -> None:
     for name, act in acts.items():
         if any((got - expected).norm() > TOLERANCE * expected.norm() for got, expected in zip(act(), want, strict=True)):
             raise ValueError(f"{name} computes another layer than gloo's side.")
-    clock, seconds = Clock(grid), {name: list[float]() for name in acts}
-    for number in range(-WARM_UP, rounds):
-        for name in [*acts] if number % 2 == 0 else [*acts][::-1]:
-            seconds[name] += clock.spans(acts[name])
+    seconds = alternating(acts, rounds, Clock(grid), WARM_UP)
     if world.rank == 0:
         note(f"{world.size} ranks: done")
-    timed = {name: times[WARM_UP:] for name, times in seconds.items()}
-    tell(world, {"machine": found, "seconds": timed, "error": error})
+    tell(world, {"machine": found, "seconds": seconds, "error": error})
     torch.distributed.destroy_process_group()
 
 

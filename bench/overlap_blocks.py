@@ -6,15 +6,13 @@ port. Needs root.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import environment, from_ranks, note, options, printed, save
+from common import from_nodes, from_ranks, note, options, save
 from overlap_nodes import rate_of
 from ranks import in_turn, on_machine, started, tell
 
@@ -45,10 +43,8 @@ def main() -> None:
     for name in args.grid or GRIDS:
         predicted = [seconds_of(name, pieces, cluster) for pieces in PIECES]
         note(f"{name} predicted: {', '.join(f'{1e3 * each:.0f} ms' for each in predicted)} for {PIECES} pieces")
-        network = ["--emulate", f"nodes=2,port={args.port:g}mbit", "-n", "2"]
-        arguments = ["--on-ranks", "--grid", name, "--rounds", str(args.rounds)]
-        command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
-        measured = json.loads(printed(command, environment()).splitlines()[-1])
+        arguments = __file__, "--on-ranks", "--grid", name, "--rounds", args.rounds
+        measured = from_nodes(2, f"{args.port:g}mbit", *arguments)
         rows.append({"grid": name, "predicted": dict(zip(map(str, PIECES), predicted, strict=True)), **measured})
         print("\n".join(aligned([HEADINGS, *map(cells, rows)])), flush=True)
     save({"kind": "blocks in pieces", "load": load_before, "rate": rate, "port": args.port, "rows": rows}, args.json)

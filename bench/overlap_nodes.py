@@ -6,16 +6,14 @@ Needs root.
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from math import exp, log, prod
 from statistics import mean, median
 from typing import Any
 
-from common import conclude, environment, from_ranks, note, options, printed, save
+from common import conclude, from_nodes, from_ranks, note, options, save
 from ranks import in_turn, on_machine, seconds, started, tell
 
 from summa3d.columns import aligned
@@ -69,21 +67,8 @@ def main() -> None:
     note(f"load {load:.1f}; a rank multiply-adds {rate / 1e9:.1f} · 10⁹ times a second while another does")
     rows = []
     for number in args.case or range(len(CASES)):
-        case = CASES[number]
-        arguments = [
-            "--on-ranks",
-            "--case",
-            str(number),
-            "--scale",
-            str(args.scale),
-            "--rate",
-            str(rate),
-            "--rounds",
-            str(args.rounds),
-        ]
-        network = ["--emulate", f"nodes={case.nodes},port=100mbit", "-n", str(case.nodes)]
-        command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
-        rows.append(json.loads(printed(command, environment()).splitlines()[-1]))
+        arguments = "--case", number, "--scale", args.scale, "--rate", rate, "--rounds", args.rounds
+        rows.append(from_nodes(CASES[number].nodes, "100mbit", __file__, "--on-ranks", *arguments))
         note(line(rows[-1]))
     print("\n".join(aligned([HEADINGS, *map(cells, rows)])))
     save({"kind": "overlap between nodes", "load": load, "rate": rate, "rows": rows}, args.json)

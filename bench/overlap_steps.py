@@ -5,8 +5,6 @@ Off, nothing is in flight while ranks compute, so its messages as the ledger tim
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import environment, note, options, printed, save
+from common import from_nodes, note, options, save
 from ranks import in_turn, started, tell, training
 
 from summa3d.columns import aligned
@@ -44,10 +42,8 @@ def main() -> None:
         return on_a_rank(args)
     rows = []
     for name in args.grid or GRIDS:
-        network = ["--emulate", f"nodes=2,port={args.port:g}mbit", "-n", "2"]
-        arguments = ["--on-ranks", "--grid", name, "--rounds", str(args.rounds)]
-        command = [sys.executable, "-m", "summa3d", "launch", *network, __file__, *arguments]
-        rows.append({"grid": name, **json.loads(printed(command, environment()).splitlines()[-1])})
+        arguments = __file__, "--on-ranks", "--grid", name, "--rounds", args.rounds
+        rows.append({"grid": name, **from_nodes(2, f"{args.port:g}mbit", *arguments)})
         note("\n".join(aligned([HEADINGS, *map(cells, rows)])))
     save({"kind": "steps with and without overlap", "port": args.port, "rows": rows}, args.json)
 

@@ -103,6 +103,15 @@ def in_turn(acts: Mapping[K, Callable[[], T]], rounds: int, warm_ups: int = 0) -
     return {name: values[warm_ups:] for name, values in found.items()}
 
 
+def alternating(acts: Mapping[K, Callable[[], Any]], rounds: int, clock: Any, warm_ups: int) -> dict[K, list[float]]:
+    """Seconds of each act in each round by a `Clock`; every other round has them the other way round. Collective."""
+    found: dict[K, list[float]] = {name: [] for name in acts}
+    for number in range(-warm_ups, rounds):
+        for name in [*acts] if number % 2 == 0 else [*acts][::-1]:
+            found[name] += clock.spans(acts[name])
+    return {name: values[warm_ups:] for name, values in found.items()}
+
+
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Median, minimum and maximum."""
     found = list(values)

@@ -39,7 +39,7 @@ def _explained(found: Found, number: int, times: Times) -> Iterator[str]:
     yield from _bound(found, one, times)
     keys = changeable(found.cluster, found.space.dtype)
     if one is not first:
-        yield _smallest_change(found.cluster, keys, one, first, times)
+        yield _smallest_change(found.cluster, keys, ShownPlans((one, first), times))
     yield _regret(found, keys, times)
 
 
@@ -100,15 +100,26 @@ def changeable(cluster: Cluster, dtype: str) -> list[str]:
     ]
 
 
-def on_changed(one: Priced, other: Times, times: Times) -> float:
-    """Seconds of a plan on a cluster with other numbers: as far from the whole simulation as on the described one."""
-    return other.estimate(one.plan) * one.seconds / times.estimate(one.plan)
+class ShownPlans:
+    """Plans, and their seconds on clusters with other numbers: as far from the whole simulation as on the described one."""
+
+    def __init__(self, shown: Sequence[Priced], times: Times) -> None:
+        self.times, self.plans = times, [one.plan for one in shown]
+        self._off = [one.seconds / times.estimate(one.plan) for one in shown]
+
+    def on(self, cluster: Cluster, key: str, factor: float) -> tuple[Times, list[float]] | None:
+        """Times on the cluster with one number changed, and the plans' seconds; None where the number cannot be so."""
+        try:
+            other = self.times.on(cluster.replaced({key: cluster[key] * factor}, "assumed"))
+        except ClusterError:
+            return None
+        return other, [off * other.estimate(plan) for off, plan in zip(self._off, self.plans, strict=True)]
 
 
-def _smallest_change(cluster: Cluster, keys: list[str], one: Priced, first: Priced, times: Times) -> str:
-    """The key whose smallest factor puts a plan before `first`."""
+def _smallest_change(cluster: Cluster, keys: list[str], pair: ShownPlans) -> str:
+    """The key whose smallest factor puts the first plan of a pair before the second."""
     best = min(
-        ((_least_factor(cluster, key, up, one, first, times), key) for key in keys for up in (True, False)),
+        ((_least_factor(cluster, key, up, pair), key) for key in keys for up in (True, False)),
         key=lambda change: (max(change[0], 1 / change[0]), change[1]),
     )
     factor, key = best
@@ -117,46 +128,35 @@ def _smallest_change(cluster: Cluster, keys: list[str], one: Priced, first: Pric
     return f"with {factor:.3g}× {key} it would be before plan 1"
 
 
-def _least_factor(cluster: Cluster, key: str, up: bool, one: Priced, first: Priced, times: Times) -> float:
-    """The factor of `key`, upwards or downwards, at which a plan is as fast as `first`; MOST where there is none."""
+def _least_factor(cluster: Cluster, key: str, up: bool, pair: ShownPlans) -> float:
+    """The factor of `key`, upwards or downwards, at which the first plan is as fast as the second; MOST where there is none."""
     low, high = 1.0, MOST
-    if not _ahead(cluster, key, high if up else 1 / high, one, first, times):
+    if not _ahead(cluster, key, high if up else 1 / high, pair):
         return MOST
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
-        if _ahead(cluster, key, middle if up else 1 / middle, one, first, times):
+        if _ahead(cluster, key, middle if up else 1 / middle, pair):
             high = middle
         else:
             low = middle
     return high if up else 1 / high
 
 
-def _ahead(cluster: Cluster, key: str, factor: float, one: Priced, first: Priced, times: Times) -> bool:
-    other = changed(cluster, key, factor, times)
-    return other is not None and on_changed(one, other, times) < on_changed(first, other, times)
-
-
-def changed(cluster: Cluster, key: str, factor: float, times: Times) -> Times | None:
-    """Times on the cluster with one number changed; None where the number cannot be so."""
-    try:
-        return times.on(cluster.replaced({key: cluster[key] * factor}, "assumed"))
-    except ClusterError:
-        return None
+def _ahead(cluster: Cluster, key: str, factor: float, pair: ShownPlans) -> bool:
+    changed = pair.on(cluster, key, factor)
+    return changed is not None and changed[1][0] < changed[1][1]
 
 
 def _regret(found: Found, keys: list[str], times: Times) -> str:
     """How much plan 1 loses to the best of the shown plans where one number is other than described: the worst one simulated."""
-    shown = [*{str(one.plan): one for one in (*found.best, *found.families.values())}.values()]
+    shown = ShownPlans([*{str(one.plan): one for one in (*found.best, *found.families.values())}.values()], times)
     worst, at = 0.0, "no number"
     for key in keys:
         for factor in SHAKE:
-            other = changed(found.cluster, key, factor, times)
-            if other is None:
-                continue
-            seconds = [on_changed(one, other, times) for one in shown]
-            if seconds[0] / min(seconds) - 1 > worst:
-                worst, at, simulated = seconds[0] / min(seconds) - 1, f"{factor}× {key}", other
+            changed = shown.on(found.cluster, key, factor)
+            if changed is not None and (regret := changed[1][0] / min(changed[1]) - 1) > worst:
+                worst, at, other = regret, f"{factor}× {key}", changed[0]
     if worst:
-        seconds = [simulated.seconds(one.plan) for one in shown]
+        seconds = [other.seconds(plan) for plan in shown.plans]
         worst = seconds[0] / min(seconds) - 1
     return f"regret of plan 1 among the plans shown, if one number is 20 % off: {worst:.1%} at most ({at})"
