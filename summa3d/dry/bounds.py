@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..gemm.algorithms.plan import ProductPlan
 from ..gemm.cost.mean import used_words
+from ..nn.adopt.roles import products_of
 from .record import operations
 from .step import DryStep, Setting
 
@@ -53,7 +54,8 @@ def bounded_products(setting: Setting, step: DryStep) -> list[BoundedProduct]:
             )
     again = setting.recompute[0] == "full"
     found = []
-    for (name, modules), plan in zip(BLOCK.items(), layouts.block(model, rows), strict=True):
+    named = BLOCK if model.config_json is None else products_of(model.config_json)
+    for (name, modules), plan in zip(named.items(), layouts.block(model, rows), strict=True):
         count, words = layers * setting.accumulate * (PASSES + again), sum(moved[module] for module in modules)
         if model.num_experts and "mlp" in modules[0]:
             plan, count = _of_expert(setting, plan), count * -(-model.num_experts // setting.axes.get("ep", 1))

@@ -50,6 +50,8 @@ SCALINGS = {"default": (), "linear": ("rotary_factor",), "llama3": ROTARY[1:]}
 EXPERTS = ("experts", "experts_per_token", "balance")
 SCORES = ("softmax", "sigmoid")
 """What makes a router's logits scores."""
+FOLDER = ("folder", "config_json")
+"""What a model of another library is made of."""
 IMAGE = ("image", "patch", "channels", "classes")
 DECODER = ("kv_heads", "tied_head", "rotary_base", *ROTARY)
 """What decoders of Llama's kind read."""
@@ -68,12 +70,13 @@ FAMILIES = {
         True, "rms", False, "swiglu", 1e-5, (*DECODER, *EXPERTS, "clip_qkv"), False, "width", renormalise=False
     ),
     "vit": Architecture(False, "layer", False, "gelu", 1e-12, IMAGE),
+    "hf": Architecture(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "head_dim", "activation", *FOLDER), False),
 }
 DEFAULTS = {"rotary_base": 10000.0, "experts": 8, "experts_per_token": 2, "balance": 0.0}
 DEFAULTS |= {"image": 32, "patch": 4, "channels": 3, "classes": 10}
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu2")
 """Activations of a feed-forward layer without a gate."""
-OPTIONS = ("kv_heads", "activation", "tied_head", "head_dim", "qkv_bias", "clip_qkv", *ROTARY, *DEFAULTS)
+OPTIONS = ("kv_heads", "activation", "tied_head", "head_dim", "qkv_bias", "clip_qkv", *FOLDER, *ROTARY, *DEFAULTS)
 SIZES = (
     "layers",
     "hidden",
@@ -167,7 +170,7 @@ class ModelConfig:
 
     Parameters
     ----------
-    family : "gpt2", "bert", "llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe" or "vit"
+    family : "gpt2", "bert", "llama", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "vit", or "hf", that of a Transformers folder
     layers : the number of transformer blocks
     hidden : the width of the residual stream
     heads : the number of attention heads, which divides `hidden`
@@ -200,6 +203,8 @@ class ModelConfig:
     patch : the side of vit's square patches in pixels; default 4
     channels : the number of vit's colour channels; default 3
     classes : the number of vit's classes; default 10
+    folder : the Transformers folder whose weights a run begins with (hf); without, or without weights in it, they are drawn
+    config_json : the text of that folder's config.json (hf), which `summa3d train FOLDER` writes for itself with the sizes above
     moe : the table `model.moe`
 
     Raises ConfigError for sizes that do not fit each other and for keys that the family does not read.
@@ -241,6 +246,8 @@ class ModelConfig:
     patch: int | None = None
     channels: int | None = None
     classes: int | None = None
+    folder: str | None = None
+    config_json: str | None = None
     moe: MixtureConfig = field(default_factory=MixtureConfig)
 
     def __post_init__(self) -> None:
@@ -255,6 +262,8 @@ class ModelConfig:
             if value is not None and not 1 <= value <= most:
                 also = f", and at most {most}" if value > most else ""
                 raise ConfigError(f"model.{name} is {value}; it must be at least 1{also}.")
+        if self.family == "hf" and self.config_json is None:
+            raise ConfigError("A model of family hf is that of a Transformers folder: summa3d train FOLDER.")
         self._check_heads()
         if self.activation not in (None, *ACTIVATIONS):
             raise ConfigError(f"model.activation {self.activation!r} is not supported; supported: {', '.join(ACTIVATIONS)}.")
@@ -327,7 +336,7 @@ class ModelConfig:
         """
         h, a, kv = self.hidden, self.attention_width, 2 * self.num_kv_heads * self.head_size
         f = self.num_chosen * self.expert_width + self.shared_width if self.num_experts else self.ffn_dim
-        gates = 2 if self.architecture.activation == "swiglu" else 1
+        gates = 2 if self.activation_function == "swiglu" else 1
         return (h, a + kv), (a, h), (h, gates * f), (f, h)
 
     @property

@@ -17,6 +17,7 @@ from ..comm.transport.select import NAMES as TRANSPORTS
 from ..dtypes import FLOATS, HALVES
 from ..errors import ConfigError, nearest
 from ..files import read_json, read_toml, replacing, titles, whole
+from ..nn.adopt.source import CONFIG, dtype_of, model_table
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig, named_models
 from ..nn.context_parallel.options import ContextOptions
 from ..nn.context_parallel.split import ContextSplit
@@ -31,7 +32,7 @@ CHOSEN = ("", "grid", "scheme and grid", "grid and replicas", "scheme, grid and 
 REPLICAS = "replicas"
 """The word of CHOSEN that has grid.dp among what is chosen."""
 RECOMPUTE = ("none", "selective", "full")
-SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "mixtral": 0, "qwen2_moe": 0, "qwen3_moe": 0, "olmoe": 0, "bert": 3}
+SPECIAL_TOKENS = {"gpt2": 0, "llama": 0, "mixtral": 0, "qwen2_moe": 0, "qwen3_moe": 0, "olmoe": 0, "hf": 0, "bert": 3}
 """Model families that can be trained on text → the number of special tokens that follow the tokenizer's own."""
 GRID_AXES = ("x", "y", "z", "d", "cp", "ep", "dp", "pp")
 HIDDEN = {"chosen"}
@@ -730,17 +731,28 @@ def read_table(source: str) -> dict[str, Any]:
     if source in models:
         tokens = numbers_of(toml.build(ModelConfig, models[source], "model."))
         return {**deepcopy(OF_NAMED_MODELS), "model": models[source], "data": {"tokenizer": tokens}}
+    if (path / CONFIG).is_file():
+        return of_folder(path)
     if path.suffix != ".toml" and path.name == source:
         path = NAMED_CONFIGS / f"{source}.toml"
     if not path.is_file():
         raise ConfigError(
             f"There is no configuration {source!r}: it is neither a TOML file nor one that is shipped ({', '.join(shipped())}), "
-            f"nor a model ({', '.join(models)}). The nearest is {nearest(source, [*shipped(), *models])!r}."
+            f"nor a model ({', '.join(models)}), nor a Transformers folder. "
+            f"The nearest is {nearest(source, [*shipped(), *models])!r}."
         )
     try:
         return read_toml(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"Cannot read the configuration {path}: {error}") from error
+
+
+def of_folder(folder: Path) -> dict[str, Any]:
+    """The TOML table of a configuration whose model is that of a Transformers folder, with its tokenizer and its dtype."""
+    model, tokenizer = model_table(folder), folder / "tokenizer.json"
+    own = f"bpe:{model['vocabulary']}:{tokenizer.resolve()}" if tokenizer.is_file() else "bytes"
+    dtype = dtype_of(model["config_json"])
+    return {"model": model, "data": {"tokenizer": own}, **({"dtype": dtype} if dtype in FLOATS else {})}
 
 
 def shipped() -> dict[str, str]:

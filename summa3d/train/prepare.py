@@ -15,9 +15,12 @@ from mpi4py import MPI
 
 from ..blas_library import TORCH, VARIABLE, BlasRule, library_name
 from ..comm.grid import BaseGrid, Grid
+from ..comm.health.agreement import agree_on_error
 from ..comm.topology import replica_axes
 from ..errors import CheckpointError, ConfigError, DataError, Summa3dError
 from ..files import check_no_link
+from ..nn.adopt.body import AdoptedDecoder
+from ..nn.adopt.folder import has_weights
 from ..nn.context import Context, check_split, scheme
 from ..nn.models.registry import Model, build
 from ..parallel.expert_load import ExpertLoads
@@ -127,6 +130,8 @@ def prepare(
     check_prompt(config, corpus)
     progress.doing("building the model")
     model = build_model(config, with_zero(context, config), device)
+    if saved is None and isinstance(model, AdoptedDecoder):
+        read_folder(model, comm, progress)
     loss_scale = LossScale.of(config, saved.index.get("loss_scale") if saved else None)
     task = objective(config.model, corpus)
     states = states_of(model, grid, config.replicas.zero, torch_dtype(config.dtype))
@@ -200,6 +205,21 @@ def build_model(config: Config, context: Context, device: torch.device = HOST) -
         model = build(config.model, context, torch_dtype(master_dtype(config.dtype)), config.train.seed)
     model.recompute(config.recompute, config.recompute_layers, config.distribute_saved_activations)
     return model
+
+
+def read_folder(model: AdoptedDecoder, comm: MPI.Intracomm, progress: Progress) -> None:
+    """Begin with the weights of the Transformers folder of a model; without any in it, with those that were drawn. Collective."""
+    folder = Path(model.config.folder) if model.config.folder else None
+    if folder is None or not on_root(comm, lambda: has_weights(folder), CheckpointError):
+        progress.say(f"no weights in {folder}: the first ones are drawn" if folder else "no folder of weights: they are drawn")
+        return
+    progress.doing(f"reading {folder}")
+    problem: Summa3dError | None = None
+    try:
+        model.read(folder)
+    except Summa3dError as error:
+        problem = error
+    agree_on_error(comm, problem)
 
 
 def with_zero(context: Context, config: Config) -> Context:

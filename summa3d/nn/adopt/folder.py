@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...comm.health.agreement import agree_on_error
-from ...errors import CheckpointError, ConfigError, Summa3dError
+from ...errors import CheckpointError, Summa3dError
 from ..context import Context
 from .model import stored_part
 from .parallelise import parallelise
+from .source import CONFIG, transformers
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -44,35 +45,38 @@ def from_folder(folder: str | Path, scheme: Context, dtype: torch.dtype | None =
     Raises ConfigError without the package transformers, and as `parallelise`; CheckpointError, on all ranks, for a file that
     cannot be read, and for tensors that are missing or of another shape.
     """
-    transformers = _transformers()
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(f"{folder} is no Transformers folder: it has no config.json.")
-    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(f"{folder} is no Transformers folder: it has no {CONFIG}.")
+    config = transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     before = torch.get_default_dtype()
-    with _Empty():
-        module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype or getattr(config, "dtype", None) or before)
-    model = parallelise(module.eval(), scheme)
+    module = empty_model(config, dtype or getattr(config, "dtype", None) or before)
+    model = parallelise(module, scheme)
     problem: Summa3dError | None = None
     try:
-        _read(model, folder)
+        read_weights(model, folder)
     except Summa3dError as error:
         problem = error
     agree_on_error(scheme.whole.comm, problem)
     return model
 
 
-def _transformers() -> Any:
-    try:
-        return importlib.import_module("transformers")
-    except ImportError as error:
-        raise ConfigError(
-            "from_folder makes a model of Transformers, which is not installed: pip install transformers."
-        ) from error
+def empty_model(config: Any, dtype: torch.dtype) -> Any:
+    """The causal language model of a Transformers config, whose weights have no values yet; vectors have their first ones."""
+    with _Empty():
+        module = transformers().AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return module.eval()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has files of weights. Raises CheckpointError where there is no such folder."""
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder. model.folder names the Transformers folder that a run begins with.")
+    return any((folder / name).is_file() for name in (SINGLE, INDEX))
 
 
 @torch.no_grad()
-def _read(model: nn.Module, folder: Path) -> None:
+def read_weights(model: nn.Module, folder: Path) -> None:
     """Write this rank's blocks of every parameter from the folder's files."""
     safetensors = importlib.import_module("safetensors")
     try:

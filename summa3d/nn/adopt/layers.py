@@ -18,7 +18,7 @@ from ..layers.fused_linear import FusedLinear
 from ..layers.linear import Linear
 from ..layers.loss import cross_entropy
 from ..layers.norm import LayerNorm, RMSNorm
-from ..parameter import ShardedModule, ShardedParameter, new_parameter
+from ..parameter import ShardedModule, new_parameter
 from .norms import Norm
 
 
@@ -54,13 +54,14 @@ class PositionTable(ShardedModule):
 
     def __init__(self, n: int, hidden: int, scheme: Context, dtype: torch.dtype) -> None:
         super().__init__()
-        self.rows = scheme.rows(scheme.residual)
-        layout = Layout((), scheme.residual.dims[-1])
-        self.weight = new_parameter(scheme, layout, (n, hidden), ("normal", 0.02), dtype, decay=True)
+        self.context, self.rows, self.shape = scheme, scheme.rows(scheme.residual), (n, hidden)
+        self.layout = Layout((), scheme.residual.dims[-1])
+        self.weight = new_parameter(scheme, self.layout, self.shape, ("normal", 0.02), dtype, decay=True)
 
     def forward(self, positions: Tensor) -> Tensor:
         """Rows of the table, [s, h/Z] or [1, s, h/Z]."""
-        return functional.embedding(positions, sum_gradient(self.weight, self.rows))
+        table = self.context.gathered(self.weight, self.layout, self.shape)
+        return functional.embedding(positions, sum_gradient(table, self.rows))
 
     def extra_repr(self) -> str:
         return f"{' × '.join(map(str, self.weight.sharding.shape))} in {self.weight.sharding.layout}"
@@ -104,22 +105,6 @@ def new_norm(kind: Norm, n: int, vectors: Sequence[str], scheme: Context, layout
     """The norm of n elements in `layout`."""
     make = LayerNorm if kind.centred else RMSNorm
     return make(n, scheme, layout, kind.eps, dtype, kind.offset, vectors)
-
-
-def keep(parameter: nn.Parameter, scheme: Context, plane: Sequence[str]) -> ShardedParameter:
-    """A copy on all ranks of a parameter that stays in its module; its gradient is summed over `plane` as it is complete.
-
-    Words: in backward one all-reduce of it over the plane.
-    """
-    layout = Layout(*((),) * parameter.dim())
-    kept = new_parameter(scheme, layout, tuple(parameter.shape), ("constant", 0.0), parameter.dtype, decay=parameter.dim() > 1)
-    if not parameter.is_meta:
-        kept.data.copy_(parameter.detach())
-    axis = scheme.grid[tuple(plane)]
-    if axis.size > 1:
-        kept.register_hook(lambda gradient: axis.all_reduce(gradient.contiguous()))
-    kept.requires_grad_(parameter.requires_grad)
-    return kept
 
 
 def loss_of(scheme: Context, layout: Layout, alone: Callable[[], None]) -> Callable[..., Tensor]:

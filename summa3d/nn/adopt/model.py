@@ -37,8 +37,8 @@ class StoredPart(NamedTuple):
 
 def stored_part(model: nn.Module, name: str) -> StoredPart:
     """Where the block of a parameter of an adopted module lies in the unsplit module's tensor."""
-    p: Any = model.get_parameter(name)
     owner, _, leaf = name.rpartition(".")
+    p: Any = model.get_submodule(owner)._parameters[leaf]  # the attribute of one that stays is what layers use
     is_turned = leaf in getattr(model.get_submodule(owner), "transposed_in_torch", ())
     shape, slices = list(p.sharding.shape), list(p.sharding.slices(p.grid))
     if is_turned:

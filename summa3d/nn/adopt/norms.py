@@ -39,6 +39,11 @@ def recognise(name: str, module: nn.Module, n: int) -> Norm:
 
     Two rows are normalised: of ordinary size, and so small that eps matters.
     """
+    with torch.device("cpu"):  # the module may be without data
+        return _recognise(name, module, n)
+
+
+def _recognise(name: str, module: nn.Module, n: int) -> Norm:
     generator = torch.Generator().manual_seed(n)
     values = {key: torch.randn(n, generator=generator) for key, one in module.named_parameters() if one.shape == (n,)}
     x = torch.randn(2, n, generator=generator) + 0.5

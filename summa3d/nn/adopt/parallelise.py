@@ -16,14 +16,15 @@ from ...errors import ConfigError
 from ...layout.layout import Layout
 from ..context import Context
 from ..layers.linear import Linear
-from ..parameter import ShardedParameter
-from .layers import FusedParts, PositionTable, TokenTable, VocabularyHead, keep, loss_of, new_norm
+from .kept import keep
+from .layers import FusedParts, PositionTable, TokenTable, VocabularyHead, loss_of, new_norm
 from .model import adopt_class
 from .norms import recognise
 from .probe import compare, record
 from .report import AdoptedLayer, Adoption
-from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, config_number, plan_of, styles_of
+from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, plan_of, styles_of
 from .sizes import check_needs, check_scheme, of_batch, of_heads
+from .source import config_number
 from .stand_in import StandsIn
 from .trace import FLAT, HEADS, STREAM, Uses, trace
 
@@ -63,13 +64,24 @@ def parallelise(
     LayoutError, naming grids that fit, for heads that axes do not divide, and for schemes that split sequences. What only the
     probe sees: code that reads a global size by itself.
     """
+    return adopt(module, scheme, plan, probe, lambda name: scheme)
+
+
+def adopt(
+    module: nn.Module,
+    scheme: Context,
+    plan: Mapping[str, str] | None,
+    probe: GlobalInputs | bool | None,
+    at: Callable[[str], Context],
+) -> nn.Module:
+    """As `parallelise`; at : name of a module → the context that its parameters are made with, such as that of a stage."""
     check_scheme(scheme)
     config = getattr(module, "config", None)
     is_listed = plan is None
     output: Any = getattr(module, "get_output_embeddings", lambda: None)
     head = output()
     styles = styles_of(module, plan_of(module) if plan is None else plan, head)
-    adopter = _Adopter(module, scheme, styles, head, config)
+    adopter = _Adopter(module, scheme, styles, head, config, at)
     if config is not None and is_listed:
         adopter.check_config()
     inputs = _small(module, scheme) if probe is None or isinstance(probe, bool) else probe
@@ -106,8 +118,16 @@ def _small(module: nn.Module, scheme: Context) -> GlobalInputs:
 class _Adopter:
     """The replacement of one module's layers."""
 
-    def __init__(self, module: nn.Module, scheme: Context, styles: Mapping[str, str], head: Any, config: Any) -> None:
-        self.module, self.scheme, self.styles, self.config = module, scheme, styles, config
+    def __init__(
+        self,
+        module: nn.Module,
+        scheme: Context,
+        styles: Mapping[str, str],
+        head: Any,
+        config: Any,
+        at: Callable[[str], Context],
+    ) -> None:
+        self.module, self.scheme, self.styles, self.config, self.at = module, scheme, styles, config, at
         self.modules = dict(module.named_modules())
         self.names = {id(one): name for name, one in self.modules.items()}
         self.canonical = {id(p): name for name, p in module.named_parameters()}
@@ -167,10 +187,9 @@ class _Adopter:
             norm = self._norm(name, place, n)
             if norm is not None:
                 made[name] = norm
-        kept = self._kept(uses, made)
-        for name, p in kept.items():
+        for name, plane in self._kept(uses, made).items():
             owner, _, leaf = name.rpartition(".")
-            setattr(self.modules[owner], leaf, p)
+            keep(self.modules[owner], leaf, self.at(owner), plane)
         for name, layer in made.items():
             self._put(name, layer)
         self._local_heads(made)
@@ -188,14 +207,14 @@ class _Adopter:
         k, n, bias, dtype = old.in_features, old.out_features, old.bias is not None, old.weight.dtype
         new: nn.Module
         if STYLES[style] == SECOND:
-            new = Linear(k, n, self.scheme, self.inner, bias=bias, dtype=dtype)
+            new = Linear(k, n, self.at(name), self.inner, bias=bias, dtype=dtype)
         elif widths := self._widths(style, n):
-            new = FusedParts(k, widths, self.scheme, bias, dtype)
+            new = FusedParts(k, widths, self.at(name), bias, dtype)
             for part, *whole in zip(new.parts, *(p.split(widths) for p in old.parameters()), strict=True):
                 _fill(part, dict(zip(("weight", "bias"), whole, strict=False)))
             return new
         else:
-            new = Linear(k, n, self.scheme, bias=bias, dtype=dtype)
+            new = Linear(k, n, self.at(name), bias=bias, dtype=dtype)
         return _fill(new, dict(old.named_parameters()))
 
     def _widths(self, style: str, n: int) -> list[int] | None:
@@ -217,15 +236,15 @@ class _Adopter:
             raise ConfigError(f"{name}, a {type(old).__name__}, embeds in a way that is not known: {old}.")
         v, h, dtype = old.num_embeddings, old.embedding_dim, old.weight.dtype
         if not of_ids:
-            return _fill(PositionTable(v, h, self.scheme, dtype), {"weight": old.weight})
+            return _fill(PositionTable(v, h, self.at(name), dtype), {"weight": old.weight})
         scale = torch.as_tensor(scale) if scale is not None else None
-        return _fill(TokenTable(v, h, self.scheme, dtype, old.padding_idx, scale), {"weight": old.weight})
+        return _fill(TokenTable(v, h, self.at(name), dtype, old.padding_idx, scale), {"weight": old.weight})
 
     def _head(self, name: str, made: Mapping[str, nn.Module]) -> nn.Module:
         old: Any = self.modules[name]
         if type(old) is not nn.Linear:
             raise ConfigError(f"the head {name} is a {type(old).__name__}; heads are torch.nn.Linear.")
-        new = VocabularyHead(old.out_features, old.in_features, self.scheme, old.weight.dtype, old.bias is not None)
+        new = VocabularyHead(old.out_features, old.in_features, self.at(name), old.weight.dtype, old.bias is not None)
         _fill(new, dict(old.named_parameters()))
         table = made.get(self.canonical[id(old.weight)].rpartition(".")[0])
         if isinstance(table, TokenTable):
@@ -250,15 +269,15 @@ class _Adopter:
             raise ConfigError(f"{name} norms {place}, which no model does that was tried.")
         vectors = dict(old.named_parameters())
         dtype = next(iter(vectors.values())).dtype if vectors else torch.float32
-        return _fill(new_norm(kind, n, list(vectors), self.scheme, layouts[place], dtype), vectors)
+        return _fill(new_norm(kind, n, list(vectors), self.at(name), layouts[place], dtype), vectors)
 
     def _head_size(self) -> int | None:
         heads, h = (config_number(self.config, key) for key in ("num_attention_heads", "hidden_size"))
         return config_number(self.config, "head_dim") or (h // heads if h and heads else None)
 
-    def _kept(self, uses: Uses, made: Mapping[str, nn.Module]) -> dict[str, ShardedParameter]:
-        """The parameters that stay where they are, as copies."""
-        kept = {}
+    def _kept(self, uses: Uses, made: Mapping[str, nn.Module]) -> dict[str, Sequence[str]]:
+        """The parameters that stay where they are, as copies, and the axes over which their gradients are summed."""
+        kept: dict[str, Sequence[str]] = {}
         sizes = {1, *([d] if (d := self._head_size()) else [])}
         for name, p in self.module.named_parameters():
             owner = name.rpartition(".")[0]
@@ -275,7 +294,7 @@ class _Adopter:
             place = next(iter(places), None)
             split = {None: Layout(), STREAM: self.scheme.residual}.get(place, self.inner)
             plane = [axis for axes in split.dims for axis in axes]
-            kept[name] = keep(p, self.scheme, plane)
+            kept[name] = plane
             summed = f", its gradient summed over {'·'.join(plane)}" if plane else ""
             self.report.layers.append(AdoptedLayer(name, str(list(p.shape)), f"a copy on all ranks{summed}"))
         return kept

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from torch import nn
 
 from ...errors import ConfigError
+from .source import config_of
 
 FIRST, SECOND, HEAD, KEPT = "first", "second", "head", "kept"
 STYLES = {
@@ -83,10 +83,13 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], head: nn.Module | None
     return found
 
 
-def config_number(config: Any, *names: str) -> int | None:
-    """The first of these attributes that a config has as a whole number."""
-    try:
-        values = [getattr(config, name, None) for name in names]
-    except RuntimeError as error:  # Transformers' own, of a size that differs by layer
-        raise ConfigError(f"{type(config).__name__} has no one {names[0]} for all layers, which adopted models have.") from error
-    return next((value for value in values if isinstance(value, int)), None)
+def products_of(text: str) -> dict[str, tuple[str, ...]]:
+    """The products of a layer, "qkv", "out", "up" and "down" → the names of their modules in a block, by a config.json's plan."""
+    plan: Mapping[str, str] = getattr(config_of(text), "base_model_tp_plan", None) or {}
+    found: dict[str, tuple[str, ...]] = {"qkv": (), "out": (), "up": (), "down": ()}
+    for pattern, style in plan.items():
+        role, (_, dot, name) = STYLES.get(style), pattern.partition("*.")
+        if dot and role in (FIRST, SECOND):
+            product = ("qkv", "out") if "attn" in name or "attention" in name else ("up", "down")
+            found[product[role == SECOND]] += (f"layer.{name}",)
+    return found

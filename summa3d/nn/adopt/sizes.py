@@ -23,8 +23,6 @@ def check_scheme(scheme: Context) -> None:
         raise LayoutError(f"The {layouts.name} scheme adopts no module: {why}.\n  Schemes that do: {', '.join(fits)}.")
     if scheme.contexts.size > 1:
         raise LayoutError(f"Adopted modules hold whole sequences; axis cp has {scheme.contexts.size} ranks. Use cp=1.")
-    if scheme.sharded or scheme.stages is not None:
-        raise LayoutError("Adopted modules hold whole weights on each replica, and all layers: no ZeRO-3 and no axis pp here.")
 
 
 def check_needs(scheme: Context, wanted: Sequence[Need]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -28,6 +28,16 @@ ANSWERS: dict[str, Any] = {"__bool__": True, "item": 0, "tolist": []}
 def is_norm(module: nn.Module) -> bool:
     """Whether a module without children calls itself a norm."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
+
+
+class Unknown(TorchFunctionMode):
+    """Within it, tensors without data say what a batch without padding says."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in ANSWERS and isinstance(args[0], Tensor) and args[0].is_meta:
+            return ANSWERS[name]
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass
@@ -60,11 +70,11 @@ class _Trace(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        tensors = list(_tensors((args, kwargs)))
+        tensors = list(tensors_of((args, kwargs)))
         if name in ANSWERS and tensors and tensors[0].is_meta:
             return ANSWERS[name]
         out = func(*args, **kwargs)
-        outs = list(_tensors(out)) or (tensors[:1] if name == "__setitem__" else [])
+        outs: list[Any] = list(tensors_of(out)) or (tensors[:1] if name == "__setitem__" else [])
         if not outs or not tensors:
             return out
         place: str | None
@@ -139,14 +149,15 @@ class _Trace(TorchFunctionMode):
             self.refuse(f"{name} reduces {place} over its last dim, which axes split: only norms and linear layers can.")
 
 
-def _tensors(value: Any) -> Any:
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and tables."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for one in value:
-            yield from _tensors(one)
+            yield from tensors_of(one)
     elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
+        yield from tensors_of(tuple(value.values()))
 
 
 def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tensor] | tuple[Tensor, ...]) -> Uses:

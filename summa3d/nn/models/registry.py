@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..adopt.body import AdoptedDecoder
 from ..config import FAMILIES, ModelConfig
 from ..context import Context
 from .bert import BERT
@@ -12,8 +13,8 @@ from .llama import Llama
 from .mixtral import Mixtral
 from .vit import ViT
 
-Model = GPT | BERT | Llama | Mixtral | ViT
-MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama, "vit": ViT}
+Model = GPT | BERT | Llama | Mixtral | ViT | AdoptedDecoder
+MODELS: dict[str, type[Model]] = {"gpt2": GPT, "bert": BERT, "llama": Llama, "vit": ViT, "hf": AdoptedDecoder}
 MODELS |= {family: Mixtral for family, architecture in FAMILIES.items() if "experts" in architecture.options}
 
 

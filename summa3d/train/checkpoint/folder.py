@@ -43,7 +43,7 @@ OLD = ".old-"
 """How the folder of a checkpoint begins that is being deleted."""
 OWN_NAMES = re.compile(r"rank-\d+\.safetensors|(\.[0-9a-f]{12}-)?index\.json")
 """What the folder of a checkpoint holds; a user's files in it are left alone."""
-FREE_KEYS = ("dropout", "attention_dropout", "balance")
+FREE_KEYS = ("dropout", "attention_dropout", "balance", "folder")
 """Keys of a model that may change when a run is resumed: no weight depends on them."""
 
 

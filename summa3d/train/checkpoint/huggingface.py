@@ -28,6 +28,7 @@ from ..on_root import on_root
 from ..precision import torch_dtype
 from . import folder as checkpoint
 from . import huggingface_files, shards, writer
+from .adopted import FolderForm
 from .huggingface_names import FAMILIES, Mapping, TensorRule
 
 if TYPE_CHECKING:
@@ -144,8 +145,11 @@ def export_folder(
     empty; DataError where a tokenizer cannot be read as one.
     """
     model = toml.build(ModelConfig, saved.index["model"], "model.")
-    if model.family not in FAMILIES:
-        raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}.")
+    form = FolderForm.of(model) if model.family == "hf" else None
+    if form is None and model.family not in FAMILIES:
+        raise CheckpointError(
+            f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}, hf."
+        )
     if model.family == "gpt2" and model.grouped:
         raise CheckpointError(
             f"A gpt2 model of {model.heads} heads and {model.kv_heads} heads of k and v cannot be exported: "
@@ -166,12 +170,14 @@ def export_folder(
     original = None if run is None or not is_in(run, run / ORIGINAL) else run / ORIGINAL
     target.mkdir(parents=True, exist_ok=True)
     dtype = dtype or saved.index["dtype"]
-    rules = rules_of(model)
-    listing = [named for rule in rules for named in shapes_of(rule, model)]
+    rules = [] if form is not None else rules_of(model)
+    listing = [named for rule in rules for named in shapes_of(rule, model)] if form is None else form.listing
 
     def tensors() -> Iterator[Tensor]:
         kept = torch_dtype(master_dtype(saved.index["dtype"]))
         with shards.ShardReader(saved.path, saved.index["tensors"]) as reader:
+            if form is not None:
+                yield from (one.to(torch_dtype(dtype)) for one in form.tensors(reader, kept, ONE_RANK))
             for rule in rules:
                 shape = our_shape(rule, model)
                 block = shards.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _unsharded(shape))
@@ -180,7 +186,8 @@ def export_folder(
 
     files = huggingface_files.write(target, listing, dtype, tensors(), file_bytes)
     kept = read_json(original) if original is not None else {}
-    replace_text(target / "config.json", json.dumps(config_of(model, dtype, kept), indent=2) + "\n")
+    config = config_of(model, dtype, kept) if form is None else form.config(dtype)
+    replace_text(target / "config.json", json.dumps(config, indent=2) + "\n")
     return files + _write_all(others, target)
 
 
