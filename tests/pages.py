@@ -179,4 +179,5 @@ def check_summa3d(arguments: list[str]) -> None:
     if name == "train":
         from summa3d.train.config import load
 
-        load("demo" if parsed.config is None or parsed.config.endswith(".toml") else parsed.config, parsed.assignments)
+        folder = parsed.config in (None, "FOLDER") or parsed.config.endswith(".toml")
+        load("demo" if folder else parsed.config, parsed.assignments)

@@ -149,7 +149,7 @@ WIDE = {
     "Axis": "the collectives, each blocking and begun",
     **dict.fromkeys(("DistMatrix", "Conjugated"), "the front door of products"),
     "Fused": "no state: stands for the module of the reference's functions",
-    **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "Mixtral", "ViT"), MODELS),
+    **dict.fromkeys(("LanguageModel", "BERT", "GPT", "Llama", "Mixtral", "ViT", "AdoptedDecoder"), MODELS),
     **dict.fromkeys(("HostTransport", "CudaAwareTransport", "NcclTransport", "NcclLink", "PinnedTransport"), TRANSPORT),
     **dict.fromkeys(("DryTransport", "Route"), TRANSPORT),
     "DryStep": "a record: what one rank of a dry run would move and hold",

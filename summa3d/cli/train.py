@@ -42,8 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         nargs="?",
-        help="Train this configuration: one that is shipped with summa3d (demo), a model's (llama-7b), or a TOML file. A run "
-        "that is resumed has its own by default.",
+        help="Train this configuration: one that is shipped with summa3d (demo), a model's (llama-7b), a TOML file, or a "
+        "Transformers folder, the model of the run. A run that is resumed has its own by default.",
     )
     parser.add_argument(
         "--run",
@@ -134,7 +134,9 @@ def _check_arguments(args: argparse.Namespace) -> None:
     if resumes and args.overwrite:
         raise ConfigError(f"{resumes} continues from checkpoints that --overwrite deletes. Give one of them.")
     if args.config is None and not (resumes and args.run):
-        raise ConfigError("Name a configuration: `summa3d train demo`, or a TOML file. Only --resume --run DIR goes without.")
+        raise ConfigError(
+            "Name a configuration: `summa3d train demo`, a TOML file, or a Transformers folder. Only --resume --run DIR goes without."
+        )
     for option in ("grids", "cluster", "memory", "load"):
         if getattr(args, option) is not None and not args.dry_run:
             raise ConfigError(f"--{option} is for --dry-run, which trains nothing.")

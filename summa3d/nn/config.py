@@ -70,8 +70,11 @@ FAMILIES = {
         True, "rms", False, "swiglu", 1e-5, (*DECODER, *EXPERTS, "clip_qkv"), False, "width", renormalise=False
     ),
     "vit": Architecture(False, "layer", False, "gelu", 1e-12, IMAGE),
-    "hf": Architecture(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "head_dim", "activation", *FOLDER), False),
 }
+KINDS = FAMILIES | {
+    "hf": Architecture(True, "rms", False, "swiglu", 1e-5, ("kv_heads", "tied_head", "head_dim", "activation", *FOLDER), False)
+}
+"""Our own families, and the models of Transformers folders, whose code is their own."""
 DEFAULTS = {"rotary_base": 10000.0, "experts": 8, "experts_per_token": 2, "balance": 0.0}
 DEFAULTS |= {"image": 32, "patch": 4, "channels": 3, "classes": 10}
 ACTIVATIONS = ("gelu_tanh", "gelu", "relu2")
@@ -251,8 +254,8 @@ class ModelConfig:
     moe: MixtureConfig = field(default_factory=MixtureConfig)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.family, str) or self.family not in FAMILIES:
-            raise ConfigError(f"model.family {self.family!r} is not supported; supported: {', '.join(FAMILIES)}.")
+        if not isinstance(self.family, str) or self.family not in KINDS:
+            raise ConfigError(f"model.family {self.family!r} is not supported; supported: {', '.join(KINDS)}.")
         self._check_options()
         for name in SIZES:
             value = getattr(self, name)
@@ -282,7 +285,7 @@ class ModelConfig:
     @property
     def architecture(self) -> Architecture:
         """The traits of the family."""
-        return FAMILIES[self.family]
+        return KINDS[self.family]
 
     @property
     def ffn_dim(self) -> int:
@@ -422,7 +425,7 @@ class ModelConfig:
     def _check_options(self) -> None:
         for name in OPTIONS:
             if getattr(self, name) is not None and name not in self.architecture.options:
-                readers = ", ".join(family for family, architecture in FAMILIES.items() if name in architecture.options)
+                readers = ", ".join(family for family, architecture in KINDS.items() if name in architecture.options)
                 if name != "kv_heads" or self.kv_heads != self.heads:
                     raise ConfigError(
                         f"model.{name} is {getattr(self, name)}, but {self.family} does not read it. "

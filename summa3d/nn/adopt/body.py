@@ -22,7 +22,7 @@ from ..layers.embedding import Embedding
 from ..layers.joint_sums import JointSums
 from ..models.base import Body, Inputs, LanguageModel
 from ..random import normal_
-from .cells import Cells, LayerCall
+from .cells import ForwardCells, LayerCall
 from .folder import empty_model, read_weights
 from .model import StoredPart, stored_part
 from .parallelise import adopt
@@ -107,7 +107,7 @@ class AdoptedDecoder(LanguageModel):
         module = empty_model(its_config, dtype)
         path = _layers_of(module)
         layers: Any = module.get_submodule(path)
-        self.cells = Cells(module, layers)
+        self.cells = ForwardCells(module, layers)
         self.cells.check(config.hidden)
         drawn = {name for name, p in module.named_parameters() if p.is_meta}
         tables = [id(module.get_input_embeddings())]

@@ -40,7 +40,7 @@ Stub = Callable[[int, Tensor, LayerCall], Tensor]
 """Runs in the place of a layer: its number, the stream that it is given, and all else → the stream that it hands on."""
 
 
-class Cells:
+class ForwardCells:
     """The cells of a model, whose `layers` are called one after the other on the residual stream, and on nothing else."""
 
     def __init__(self, module: Any, layers: Sequence[nn.Module]) -> None:

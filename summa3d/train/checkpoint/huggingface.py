@@ -145,21 +145,6 @@ def export_folder(
     empty; DataError where a tokenizer cannot be read as one.
     """
     model = toml.build(ModelConfig, saved.index["model"], "model.")
-    form = FolderForm.of(model) if model.family == "hf" else None
-    if form is None and model.family not in FAMILIES:
-        raise CheckpointError(
-            f"A {model.family} model cannot be exported. Families that can be exported: {', '.join(FAMILIES)}, hf."
-        )
-    if model.family == "gpt2" and model.grouped:
-        raise CheckpointError(
-            f"A gpt2 model of {model.heads} heads and {model.kv_heads} heads of k and v cannot be exported: "
-            f"{FAMILIES['gpt2'].architecture} has as many of each. Our checkpoints hold it, on any grid."
-        )
-    if model.moe.competing != (1, 1) or model.moe.scored_by != "softmax" or model.moe.bias_rate is not None:
-        raise CheckpointError(
-            f"A {model.family} model with model.moe.scores, groups or bias_rate cannot be exported: "
-            f"{FAMILIES[model.family].architecture} has none of them. Our checkpoints hold it, on any grid."
-        )
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose another folder, so that no file of another model stays in it.")
     run = run_of(saved)
@@ -168,27 +153,61 @@ def export_folder(
     else:
         others = {} if (own := tokenizer_of(saved)) is None else _tokenizer_files(own, run)
     original = None if run is None or not is_in(run, run / ORIGINAL) else run / ORIGINAL
+    form: FolderForm | RuleForm = FolderForm.of(model) if model.family == "hf" else RuleForm.of(model, original)
     target.mkdir(parents=True, exist_ok=True)
     dtype = dtype or saved.index["dtype"]
-    rules = [] if form is not None else rules_of(model)
-    listing = [named for rule in rules for named in shapes_of(rule, model)] if form is None else form.listing
 
     def tensors() -> Iterator[Tensor]:
         kept = torch_dtype(master_dtype(saved.index["dtype"]))
         with shards.ShardReader(saved.path, saved.index["tensors"]) as reader:
-            if form is not None:
-                yield from (one.to(torch_dtype(dtype)) for one in form.tensors(reader, kept, ONE_RANK))
-            for rule in rules:
-                shape = our_shape(rule, model)
-                block = shards.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=kept), _unsharded(shape))
-                reader.read(block, ONE_RANK)
-                yield from (part.to(torch_dtype(dtype)) for part in to_theirs(rule, block.tensor, model))
+            yield from (one.to(torch_dtype(dtype)) for one in form.tensors(reader, kept, ONE_RANK))
 
-    files = huggingface_files.write(target, listing, dtype, tensors(), file_bytes)
-    kept = read_json(original) if original is not None else {}
-    config = config_of(model, dtype, kept) if form is None else form.config(dtype)
-    replace_text(target / "config.json", json.dumps(config, indent=2) + "\n")
+    files = huggingface_files.write(target, form.listing, dtype, tensors(), file_bytes)
+    replace_text(target / "config.json", json.dumps(form.config(dtype), indent=2) + "\n")
     return files + _write_all(others, target)
+
+
+@dataclass(frozen=True)
+class RuleForm:
+    """The tensors of a Transformers folder of one of our families, by its rules; original : what config.json had."""
+
+    model: ModelConfig
+    original: dict[str, Any]
+
+    @classmethod
+    def of(cls, model: ModelConfig, original: Path | None) -> RuleForm:
+        """That of a model. Raises CheckpointError for one without a Transformers form. original : the imported config.json"""
+        known = ", ".join((*FAMILIES, "hf"))
+        if model.family not in FAMILIES:
+            raise CheckpointError(f"A {model.family} model cannot be exported. Families that can be exported: {known}.")
+        if model.family == "gpt2" and model.grouped:
+            raise CheckpointError(
+                f"A gpt2 model of {model.heads} heads and {model.kv_heads} heads of k and v cannot be exported: "
+                f"{FAMILIES['gpt2'].architecture} has as many of each. Our checkpoints hold it, on any grid."
+            )
+        if model.moe.competing != (1, 1) or model.moe.scored_by != "softmax" or model.moe.bias_rate is not None:
+            raise CheckpointError(
+                f"A {model.family} model with model.moe.scores, groups or bias_rate cannot be exported: "
+                f"{FAMILIES[model.family].architecture} has none of them. Our checkpoints hold it, on any grid."
+            )
+        return cls(model, read_json(original) if original is not None else {})
+
+    @property
+    def listing(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the folder's tensors."""
+        return [named for rule in rules_of(self.model) for named in shapes_of(rule, self.model)]
+
+    def tensors(self, reader: shards.ShardReader, dtype: torch.dtype, grid: BaseGrid) -> Iterator[Tensor]:
+        """The tensors in the order of `listing`, read from a checkpoint in its `dtype`; those of one rule are in memory."""
+        for rule in rules_of(self.model):
+            shape = our_shape(rule, self.model)
+            block = shards.TensorBlock(f"model.{rule.ours}", torch.empty(shape, dtype=dtype), _unsharded(shape))
+            reader.read(block, grid)
+            yield from to_theirs(rule, block.tensor, self.model)
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """config.json."""
+        return config_of(self.model, dtype, self.original)
 
 
 def tokenizer_name(saved: checkpoint.Checkpoint) -> str:
