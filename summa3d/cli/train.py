@@ -135,7 +135,8 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ConfigError(f"{resumes} continues from checkpoints that --overwrite deletes. Give one of them.")
     if args.config is None and not (resumes and args.run):
         raise ConfigError(
-            "Name a configuration: `summa3d train demo`, a TOML file, or a Transformers folder. Only --resume --run DIR goes without."
+            "Name a configuration: `summa3d train demo`, a TOML file, or a Transformers folder. "
+            "Only --resume --run DIR goes without."
         )
     for option in ("grids", "cluster", "memory", "load"):
         if getattr(args, option) is not None and not args.dry_run:
