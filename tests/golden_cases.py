@@ -113,7 +113,7 @@ def _fitted(case: Case) -> Case | None:
     if case.sizes["family"] == "llama" and inner.num_shards(-1, shape) % 3 == 0:
         case = replace(case, sizes=case.sizes | {"kv_heads": 6})
     try:
-        on_grid.scheme.check(ModelConfig(**case.sizes), case.batch)
+        on_grid.scheme.check_even(ModelConfig(**case.sizes), case.batch)
     except LayoutError:
         return None
     return case

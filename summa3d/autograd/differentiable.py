@@ -31,6 +31,7 @@ from ..gemm.any_layout.planned import plan_any
 from ..gemm.pieces.slabs import each_slab, start_sums
 from ..gemm.symmetric.executor import SymmetricProduct
 from ..gemm.symmetric.plan import SymmetricPlan
+from ..layout.layout import Layout
 from .deferred import PassState
 from .prefetch import PrefetchSource
 
@@ -112,6 +113,13 @@ class Product(ABC):
     def check_blocks(self, a: Tensor, b: Tensor) -> None:
         """Raise ShapeError unless the blocks of both operands, A's as a matrix, are those of the plan."""
         self.executor.check(a, b)
+
+    def items_of_rows(self) -> int:
+        """How many items this rank's rows of C are, where the plan splits rows into items, which may be empty."""
+        assert isinstance(self.plan, ProductPlan), "a plan of any layouts has matrices"
+        (axes, *_), grid = self.plan.c_layout.dims, self.executor.grid
+        grains = self.plan.grains_of("m")
+        return Layout(axes[1:]).local_shape((-grains[1],), grid.shape, grid.coordinates)[0]
 
     def is_torchs(self, a: Tensor, b: Tensor) -> bool:
         """Whether torch's own linear layer is this product: on one rank, on the host, multiplied by torch, in no trace.

@@ -32,7 +32,7 @@ class _Matmul(Function):
             c += bias
         ctx.save_for_backward(*kept)
         ctx.product, ctx.rows, ctx.shape, ctx.deferred = product, rows, a.shape, deferred
-        return c.unflatten(0, (-1, *a.shape[1:-1]))
+        return c.unflatten(0, (product.items_of_rows() if 0 in a.shape[1:-1] else -1, *a.shape[1:-1]))
 
     @staticmethod
     @once_differentiable

@@ -107,9 +107,11 @@ def gathers(name: str) -> bool:
 
 
 def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
-    """Whether the scheme can run the case on a grid of this shape."""
+    """Whether the scheme can run the case on a grid of this shape, with like parts on all ranks."""
     try:
-        Scheme.of(name, shape).check(case.config, case.batch)
+        layouts = Scheme.of(name, shape)
+        layouts.check(case.config, case.batch)
+        layouts.check_even(case.config, case.batch)
     except LayoutError:
         return False
     return True

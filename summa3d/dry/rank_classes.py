@@ -8,6 +8,7 @@ from functools import cache
 
 from ..comm.topology import Topology, replica_axes
 from ..layout.layout import Layout
+from ..nn.schemes.heads import heads_of
 from .step import DryStep, OpKey, Rank, Setting, Training, kinds_of
 
 
@@ -99,6 +100,11 @@ def _tensors(setting: Setting) -> Iterable[tuple[Layout, tuple[int, ...]]]:
     yield scheme.table(stream), (v, h)
     yield scheme.pooled, (batch, h)
     yield scheme.vector(stream), (h,)
+    heads = heads_of(config, scheme)
+    for columns, together in ((a, heads.of_q), (kv if config.grouped else 3 * a, heads.of_kv)):
+        if together > 1:
+            yield scheme.after_linear(stream, together), (batch, s, columns)
+            yield scheme.weight(scheme.after_linear(stream, together)), (columns, h)
     for columns in sorted({h, a + kv, v, *widths}):
         yield inner, (batch, s, columns)
         yield scheme.weight(stream), (h, columns)

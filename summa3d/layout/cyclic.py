@@ -66,7 +66,7 @@ class BlockCyclic:
         """
         found = read(text)
         rows, columns = (*found.blocks, None, None)[:2]
-        if len(found.dims) != 2 or rows is None or columns is None or found.root_only:
+        if len(found.dims) != 2 or rows is None or columns is None or found.root_only or found.grains:
             raise LayoutError(f"{text!r} is not block-cyclic: two dims, each with the size of its blocks, as 'm:x[64] k:y[32]'.")
         return cls((found.dims[0], rows), (found.dims[1], columns))
 
@@ -146,13 +146,15 @@ Ownership = Layout | BlockCyclic
 """The ownership of a tensor, as `redistribute` takes it: a Layout or a BlockCyclic."""
 
 
-def ownership(layout: Ownership | str) -> Ownership:
+def ownership(layout: Ownership | str, grained: bool = False) -> Ownership:
     """An ownership itself, or the one of a text: ``m:x k:y`` is a Layout, ``m:x[64] k:y[64]`` a BlockCyclic.
 
-    Raises LayoutError for what is neither.
+    grained : whether its dims may be split into items that stay whole. Raises LayoutError for them else, and for what is neither.
     """
-    if isinstance(layout, Ownership):
-        return layout
-    if not isinstance(layout, str):
+    if isinstance(layout, str):
+        layout = BlockCyclic.from_text(layout) if any(read(layout).blocks) else Layout(layout)
+    if not isinstance(layout, Ownership):
         raise LayoutError(f"{layout!r} is no layout; pass a Layout, a BlockCyclic, or its text, such as 'm:x k:y'.")
-    return BlockCyclic.from_text(layout) if any(read(layout).blocks) else Layout(layout)
+    if isinstance(layout, Layout) and layout.grains and not grained:
+        raise LayoutError(f"{layout} splits whole items, as parameters of layers may be; matrices are split in elements.")
+    return layout

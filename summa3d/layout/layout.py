@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LayoutError
 from .notation import WORD, Notation, read, written
@@ -21,25 +21,43 @@ Coordinates = Mapping[str, int]
 """Axis → index of a rank; {} of a rank outside the grid, which holds nothing."""
 
 
-def split_sizes(n: int, parts: int) -> list[int]:
-    """Sizes of the balanced split of `n` into `parts`: they differ by at most one, larger first. Used everywhere.
+def split_sizes(n: int, parts: int, grain: int = 1) -> list[int]:
+    """Sizes of the balanced split of `n` into `parts`: they differ by at most one item, larger first. Used everywhere.
 
-    >>> split_sizes(7, 3)
-    [3, 2, 2]
+    grain : the elements of an item, which stays whole; or of a number −i, i items of equal size
+
+    >>> split_sizes(7, 3), split_sizes(14, 3, 2), split_sizes(14, 3, -7)
+    ([3, 2, 2], [6, 4, 4], [6, 4, 4])
     """
+    if grain != 1:
+        item = item_of(n, grain)
+        return [item * size for size in split_sizes(n // item, parts)]
     quotient, remainder = divmod(n, parts)
     return [quotient + 1] * remainder + [quotient] * (parts - remainder)
 
 
-def split_range(start: int, stop: int, parts: int, index: int) -> tuple[int, int]:
-    """Start and stop of part `index` of the balanced split of start:stop.
+def split_range(start: int, stop: int, parts: int, index: int, grain: int = 1) -> tuple[int, int]:
+    """Start and stop of part `index` of the balanced split of start:stop, as `split_sizes` has it.
 
     >>> [split_range(0, 7, 3, index) for index in range(3)]
     [(0, 3), (3, 5), (5, 7)]
     """
+    if grain != 1:
+        item = item_of(stop - start, grain)
+        low, high = split_range(0, (stop - start) // item, parts, index)
+        return start + item * low, start + item * high
     quotient, remainder = divmod(stop - start, parts)
     begin = start + index * quotient + min(index, remainder)
     return begin, begin + quotient + (index < remainder)
+
+
+def item_of(n: int, grain: int) -> int:
+    """The elements of an item of a dim of `n`. Raises LayoutError where they are no whole items."""
+    item = grain if grain > 0 else max(1, n // -grain)
+    if n % item or (grain < 0 and n % -grain):
+        what = f"items of {grain}" if grain > 0 else f"number in each of {-grain} items"
+        raise LayoutError(f"{n} elements are no whole {what}.")
+    return item
 
 
 class Layout:
@@ -56,15 +74,20 @@ class Layout:
     ``at={"pp": (2,)}``, is held at index 2 of pp; ``v h @pp=0+3``, or ``at={"pp": (0, 3)}``, at both, as equal copies; and
     ``v:pp h @pp=0+3`` at both, a half each: an axis that is held at several indices may split a dim, for those indices.
 
-    Splits nest and are balanced at each level (`split_sizes`). Raises LayoutError where a text cannot be read, an axis appears
-    twice, or `names` has another length than the dims.
+    Splits nest and are balanced at each level (`split_sizes`), in elements, or in items that stay whole: ``n:y*21``, or
+    ``grains=((21,),)``, gives each rank of y heads of 21 columns, and ``m:(x*11,y/11)`` splits by y into 11 items of equal size
+    what x has split into items of 11 rows: whole sequences over x, positions over y.
+
+    Raises LayoutError where a text cannot be read, an axis appears twice, or `names` has another length than the dims.
 
     >>> Layout("m:(x,y) k:z").local_shape((7, 5), {"x": 2, "y": 2, "z": 2}, {"x": 0, "y": 1, "z": 0})
     (2, 3)
     """
 
-    __slots__ = ("_hash", "_identity", "at", "dims", "follows", "names", "root_only")
+    __slots__ = ("_hash", "_identity", "at", "dims", "follows", "grains", "names", "root_only")
     dims: tuple[tuple[str, ...], ...]
+    grains: tuple[tuple[int, ...], ...]
+    """For each dim, what its axes keep whole (`split_sizes`), 1 for those that are not named; () where that is 1 of all."""
     root_only: tuple[str, ...]
     """The axes along which some indices hold the block and the others an empty one."""
     follows: tuple[tuple[str, str], ...]
@@ -81,11 +104,13 @@ class Layout:
         follows: Mapping[str, str] | None = None,
         at: Mapping[str, Sequence[int]] | None = None,
         names: Sequence[str] | None = None,
+        grains: Sequence[Sequence[int]] = (),
     ) -> None:
         if len(dims) == 1 and isinstance(dims[0], str):
             text = read(dims[0])
-            _check_text_alone(dims[0], text, root_only, follows, at, names)
+            _check_text_alone(dims[0], text, root_only, follows, at, names, grains)
             dims, root_only, follows, at, names = text.dims, text.root_only, text.follows, text.at, text.names
+            grains = text.grains
         if len(dims) > MOST_DIMS:
             raise LayoutError(f"a layout of {len(dims)} dims is of no array: they have at most {MOST_DIMS}.")
         own_dims = tuple([axes if type(axes) is tuple else _axes_of(axes) for axes in dims])
@@ -102,7 +127,8 @@ class Layout:
         put(self, "follows", own_follows)
         put(self, "at", own_at)
         put(self, "names", _checked_names(tuple(names), len(own_dims)) if names else None)
-        put(self, "_identity", (own_dims, own_root_only, own_follows, own_at))
+        put(self, "grains", _checked_grains(grains, own_dims) if grains else ())
+        put(self, "_identity", (own_dims, own_root_only, own_follows, own_at, self.grains))
         put(self, "_hash", hash(self._identity))
         flat = [axis for axes in (*own_dims, once) for axis in axes]
         if len(set(flat)) < len(flat) or own_follows:
@@ -112,8 +138,8 @@ class Layout:
         raise AttributeError("a Layout is immutable")
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
-        made = partial(Layout, root_only=self.root_only, follows=dict(self.follows), at=dict(self.at), names=self.names)
-        return made, self.dims
+        kept: dict[str, Any] = {"follows": dict(self.follows), "at": dict(self.at), "names": self.names, "grains": self.grains}
+        return partial(Layout, root_only=self.root_only, **kept), self.dims
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Layout) and self._identity == other._identity
@@ -122,7 +148,8 @@ class Layout:
         return self._hash
 
     def __str__(self) -> str:
-        return written(self.names, self.dims, self.root_only, {**dict(self.follows), **dict(self.at)})
+        held: dict[str, str | Sequence[int]] = {**dict(self.follows), **dict(self.at)}
+        return written(self.names, self.dims, self.root_only, held, grains=self.grains)
 
     def __repr__(self) -> str:
         return f"Layout({str(self)!r})"
@@ -157,10 +184,37 @@ class Layout:
         """
         return self._with(((*self.dims[0], *axes), *self.dims[1:]), self.names)
 
+    def grained(self, *grains: Sequence[int]) -> Layout:
+        """The same layout, each of whose dims keeps these items whole, along each of its axes in turn.
+
+        >>> Layout("h:z n:(y,x)").grained((), (21, 21))
+        Layout('h:z n:(y*21,x*21)')
+        """
+        trimmed = [grain[: len(axes)] for grain, axes in zip(grains, self.dims, strict=True)]
+        return self._with(self.dims, self.names, grains=trimmed)
+
+    def without(self, axis: str) -> Layout:
+        """The layout of the blocks that the ranks of `axis`, which splits a dim last, hold together.
+
+        >>> Layout("m:(x,y) k:z").without("y")
+        Layout('m:x k:z')
+        """
+        kept = [[level for level, name in enumerate(axes) if name != axis] for axes in self.dims]
+        dims = [tuple(axes[level] for level in levels) for axes, levels in zip(self.dims, kept, strict=True)]
+        if not self.grains:
+            return Layout(*dims, names=self.names)
+        grains = [[*(grain[level] for level in levels[: len(grain)])] for grain, levels in zip(self.grains, kept, strict=True)]
+        return Layout(*dims, names=self.names, grains=grains)
+
     def _with(
-        self, dims: tuple[tuple[str, ...], ...], names: Sequence[str] | None, at: Mapping[str, Sequence[int]] | None = None
+        self,
+        dims: tuple[tuple[str, ...], ...],
+        names: Sequence[str] | None,
+        at: Mapping[str, Sequence[int]] | None = None,
+        grains: Sequence[Sequence[int]] | None = None,
     ) -> Layout:
-        return Layout(*dims, root_only=self.root_only, follows=dict(self.follows), at=at or dict(self.at), names=names)
+        at, grains = at or dict(self.at), self.grains if grains is None else grains
+        return Layout(*dims, root_only=self.root_only, follows=dict(self.follows), at=at, names=names, grains=grains)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -205,15 +259,16 @@ class Layout:
                     f"the grid has the axes {', '.join(f'{name}={size}' for name, size in grid_shape.items())}."
                 )
         result, held, holds = [], dict(self.at), self.holds_block(coordinates)
-        for n, axes in zip(shape, self.dims, strict=True):
+        for dim, (n, axes) in enumerate(zip(shape, self.dims, strict=True)):
             start, stop = 0, n
-            for axis in axes:
+            grains = self.grains[dim] if self.grains else ()
+            for level, axis in enumerate(axes):
                 if axis not in grid_shape:
                     raise LayoutError(f"{self!r} names axis {axis!r}; the grid has the axes {', '.join(grid_shape)}.")
                 parts, index = grid_shape[axis], coordinates[axis]
                 if axis in held:
                     parts, index = len(held[axis]), held[axis].index(index) if holds else 0
-                start, stop = split_range(start, stop, parts, index)
+                start, stop = split_range(start, stop, parts, index, grains[level] if level < len(grains) else 1)
             result.append(slice(start, stop))
         return tuple(result) if holds else tuple(slice(part.start, part.start) for part in result)
 
@@ -244,7 +299,8 @@ class Layout:
         Layout('n:y b:x m')
         """
         names = None if self.names is None else [self.names[dim] for dim in dims]
-        return self._with(tuple(self.dims[dim] for dim in dims), names)
+        grains = [self.grains[dim] for dim in dims] if self.grains else ()
+        return self._with(tuple(self.dims[dim] for dim in dims), names, grains=grains)
 
     def num_shards(self, dim: int, grid_shape: Mapping[str, int]) -> int:
         """Into how many parts `dim` is split."""
@@ -265,6 +321,21 @@ def _indices_of(axis: str, given: Sequence[int]) -> tuple[int, ...]:
     if not found or not all(isinstance(index, int) and index >= 0 for index in found):
         raise LayoutError(f"at={{{axis!r}: {given!r}}} must name the indices that hold the block, such as {{{axis!r}: (0, 3)}}.")
     return found
+
+
+def _checked_grains(grains: Sequence[Sequence[int]], dims: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """What the axes of each dim keep whole, without ones at the end, none where that is all. Raises LayoutError for others."""
+    if len(grains) != len(dims):
+        raise LayoutError(f"grains {grains} of a layout of {len(dims)} dims: they have as many, () where each element counts.")
+    kept = []
+    for dim, grain in enumerate(grains):
+        if len(grain) > len(dims[dim]) or any(type(one) is not int or one == 0 for one in grain):
+            raise LayoutError(
+                f"grains {tuple(grain)} of dim {dim} are whole numbers other than 0, at most {len(dims[dim])} of them."
+            )
+        long = max((level + 1 for level, one in enumerate(grain) if one != 1), default=0)
+        kept.append(tuple(grain[:long]))
+    return tuple(kept) if any(kept) else ()
 
 
 def _check_text_alone(text: str, notation: Notation, *others: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import zip_longest
 from typing import NamedTuple, NoReturn
 
 from ..errors import LayoutError
@@ -14,11 +15,13 @@ LONGEST = 10_000
 """Characters of a layout's text."""
 WORD = re.compile(r"[^\s:(),@=\[\]]+")
 INDICES = re.compile(r"\d+(\+\d+)*")
+GRAINED = re.compile(r"([^*/]+)([*/])([1-9]\d*)")
+"""An axis and the items that it keeps whole: so many elements each, or so many of equal size."""
 HELD = "an index, indices such as 0+3, or an axis of the dims"
 BLANKS = re.compile(r"\s*")
 HELP = (
     "  A layout names each dim in turn and the grid axes that split it, coarse first: 'b:(x,y) s h:z' (s is whole). A number "
-    "stands for a dim without a name: '0:x 1:y'.\n"
+    "stands for a dim without a name: '0:x 1:y'. 'n:y*21' splits items of 21, 'm:(x*11,y/11)' what x holds into 11 items.\n"
     "  '@' after the dims names root-only axes: 'm:x k:z @y=0', 'v h @pp=0+3'. Brackets are the block sizes of a block-cyclic "
     "matrix: 'm:x[64] k:y[32]'."
 )
@@ -36,6 +39,8 @@ class Notation(NamedTuple):
     follows: dict[str, str]
     at: dict[str, tuple[int, ...]]
     """The root-only axes whose block is not at index 0 alone → the indices that hold it."""
+    grains: tuple[tuple[int, ...], ...] = ()
+    """For each dim, the items that its axes keep whole; () where each element counts."""
 
 
 def written(
@@ -44,14 +49,18 @@ def written(
     root_only: Sequence[str] = (),
     held: Mapping[str, str | Sequence[int]] | None = None,
     blocks: Sequence[int | None] = (),
+    grains: Sequence[Sequence[int]] = (),
 ) -> str:
-    """The text that `read` parses: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``v h @pp=0+3``, ``m:x[64] k:y[32]``.
+    """The text that `read` parses: ``m:(x,y) k:z``, ``0:x 1``, ``h:z @y=z``, ``v h @pp=0+3``, ``m:x[64] k:y[32]``, ``n:y*21``.
 
     held : root-only axis → the axis whose index it follows, or the indices that hold the block; else index 0 does
     """
     items = []
     for position, axes in enumerate(dims):
         item = names[position] if names else str(position)
+        if grains and grains[position]:
+            kept = ["" if one == 1 else f"*{one}" if one > 0 else f"/{-one}" for one in grains[position]]
+            axes = [f"{axis}{text}" for axis, text in zip_longest(axes, kept, fillvalue="")]
         if axes:
             item += f":{axes[0]}" if len(axes) == 1 else f":({','.join(axes)})"
         if blocks and blocks[position] is not None:
@@ -84,6 +93,7 @@ class _Reader:
         names: list[str] = []
         dims: list[tuple[str, ...]] = []
         blocks: list[int | None] = []
+        self.grains: list[tuple[int, ...]] = []
         root_only: dict[str, str] = {}
         self.skip_blanks()
         while self.at < len(self.text):
@@ -91,14 +101,15 @@ class _Reader:
                 root_only = self.root_only_axes()
                 break
             names.append(self.label(len(names)))
-            dims.append(self.axes() if self.accept(":") else ())
+            dims.append(self.axes() if self.accept(":") else self.grained([]))
             blocks.append(self.block_size() if self.accept("[") else None)
             self.end_item()
         positions = names == [str(position) for position in range(len(names))]
         at = {axis: tuple(map(int, text.split("+"))) for axis, text in root_only.items() if INDICES.fullmatch(text)}
         follows = {axis: other for axis, other in root_only.items() if axis not in at}
         at = {axis: indices for axis, indices in at.items() if indices != (0,)}
-        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(root_only), follows, at)
+        grains = tuple(self.grains) if any(self.grains) else ()
+        return Notation(None if positions else tuple(names), tuple(dims), tuple(blocks), tuple(root_only), follows, at, grains)
 
     def label(self, position: int) -> str:
         """The name of the dim at `position`; a number must be the position itself."""
@@ -110,12 +121,22 @@ class _Reader:
     def axes(self) -> tuple[str, ...]:
         """The axes after a colon: one, or several in parentheses."""
         if not self.accept("("):
-            return (self.word("an axis, or '(' and several"),)
+            return self.grained([self.word("an axis, or '(' and several")])
         found = [self.word("an axis")]
         while not self.accept(")"):
             self.expect(",", "',' or ')'")
             found.append(self.word("an axis"))
-        return tuple(found)
+        return self.grained(found)
+
+    def grained(self, words: Sequence[str]) -> tuple[str, ...]:
+        """The axes of the words of a dim; the items that they keep whole are kept beside."""
+        axes, grains = [], []
+        for word in words:
+            parted = GRAINED.fullmatch(word)
+            axes.append(parted[1] if parted else word)
+            grains.append(int(parted[3]) * (1 if parted[2] == "*" else -1) if parted else 1)
+        self.grains.append(tuple(grains) if any(grain != 1 for grain in grains) else ())
+        return tuple(axes)
 
     def block_size(self) -> int:
         """The number between brackets."""

@@ -238,7 +238,7 @@ def redistribute(
     Raises LayoutError or ShapeError, before any communication, where the grids have no common communicator or `block` is not
     this rank's; AgreementError on all ranks where they call differently, which they compare at the first call of a kind.
     """
-    layout, to = ownership(layout), ownership(to)
+    layout, to = ownership(layout, grained=True), ownership(to, grained=True)
     problem, target = problem_of(block, shape, order), to_grid or grid
     check_common(grid, target)
     if problem is not None:

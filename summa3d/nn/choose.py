@@ -69,28 +69,41 @@ def choose(
 
 
 def ranked(
-    config: ModelConfig, batch: int, ranks: int, schemes: Sequence[str], regather: bool = True, vectors: str = "copied"
+    config: ModelConfig,
+    batch: int,
+    ranks: int,
+    schemes: Sequence[str],
+    regather: bool = True,
+    vectors: str = "copied",
+    alike: bool | None = None,
 ) -> list[SchemeChoice]:
-    """Every scheme on every grid of `ranks` ranks that can hold the model, as `choose` takes them and raises, cuboids first."""
+    """Every scheme on every grid of `ranks` ranks that can hold the model, as `choose` takes them and raises, cuboids first.
+
+    alike : whether the ranks hold parts alike; None, where any grid has such parts
+    """
     among = [name for name in FOR_MODELS if name in schemes]
 
-    def fitting(count: int) -> Iterator[SchemeChoice]:
+    def fitting(count: int, even: bool = True) -> Iterator[SchemeChoice]:
         for name in among:
             for shape in SCHEME_SPECS[name].grids(count):
                 try:
                     layouts = Scheme.of(name, shape, vectors)
                     layouts.check(config, batch)
+                    if even:
+                        layouts.check_even(config, batch)
                     with torch.device("meta"):  # kv heads and the MLP's width are checked here
                         build(replace(config, layers=1), scheme(name, Place(shape), regather, vectors))
                 except (GridError, LayoutError):
                     continue
                 yield SchemeChoice(name, dict(shape), _words(layouts, config, batch, regather))
 
-    found = list(fitting(ranks))
+    found = [] if alike is False else list(fitting(ranks))
+    if not found and not alike:
+        found = list(fitting(ranks, even=False))
     if found:
         return found
     near = sorted(range(1, 2 * ranks + NEAR), key=lambda count: abs(count - ranks))
-    counts = sorted(islice((count for count in near if next(fitting(count), None)), NEAR))
+    counts = sorted(islice((count for count in near if next(fitting(count, even=alike is not False), None)), NEAR))
     names = f" with scheme {', '.join(among)}" if len(among) < len(FOR_MODELS) else ""
     sizes = f"batch {batch}, sequence {config.sequence}, heads {config.heads}, hidden {config.hidden}"
     raise GridError(

@@ -36,7 +36,7 @@ from .context_parallel.positions import part_of
 from .context_parallel.split import WHOLE, ContextSplit
 from .overlap import DEFAULT, Overlap
 from .schemes.registry import row_axes
-from .schemes.scheme import Scheme, spec_of
+from .schemes.scheme import Scheme, UnevenRows, spec_of
 from .stages import Stages
 
 
@@ -146,10 +146,10 @@ class Context:
         grid, at, shape = self.grid, self.grid.coordinates, (n,)
         own, vector = self.scheme.vector(layout), stored
         for axis in own.root_only:
-            block = Layout(*own.dims).local_shape(shape, grid.shape, at)
+            block = Layout(*own.dims, grains=own.grains).local_shape(shape, grid.shape, at)
             vector = broadcast_from(vector, grid[axis], own.root_index(axis, at), block)
         for axis in own.dims[0][len(layout.dims[-1]) :]:
-            (whole,) = Layout(layout.dims[-1]).local_shape(shape, grid.shape, at)
+            (whole,) = Layout(layout.dims[-1], grains=layout.grains[-1:]).local_shape(shape, grid.shape, at)
             vector = all_gather(vector, grid[axis], 0, split_sizes(whole, grid[axis].size))
         return vector
 
@@ -188,15 +188,24 @@ class Context:
         return Copies(self.grid[tuple(axis for axis, size in self.grid.shape.items() if size > 1 and axis not in split)])
 
     def product(
-        self, layout: Layout, form: str, m: int, n: int, k: int, source: PrefetchSource | None = None, transposed: bool = False
+        self,
+        layout: Layout,
+        form: str,
+        m: int | UnevenRows,
+        n: int,
+        k: int,
+        source: PrefetchSource | None = None,
+        transposed: bool = False,
+        together: int = 1,
     ) -> Product:
         """Bind the product C (m×n) of an activation in `layout` with a weight ("nn") or a table ("nt"), with its gradients.
 
+        together : columns of C that stay together
         source : the layer's prefetch source, from the method `prefetch_source`; None for no prefetch
         transposed : whether replicas hold shards of the transpose of the product's right operand
         """
         rows = self.vector_rows(self.scheme.after_linear(layout))
-        plan: Any = self.scheme.plan(layout, form, m, n, k)
+        plan: Any = self.scheme.plan(layout, form, m, n, k, together)
         if "pieces" in algorithm_of(plan).options:
             plan = replace(plan, pieces=self._pieces(plan))
         in_flight = InFlight(None if self.sharded else source, self.overlap.input_gradient, self.state)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ..comm.topology import OUTER
 from ..errors import GridError, LayoutError
 from ..nn.schemes.registry import SCHEME_SPECS
+from ..nn.schemes.scheme import Scheme
 from ..train.config import Config
 from ..train.dry_run import MEBI, dry_run
 
@@ -29,11 +30,12 @@ class GridPoint(NamedTuple):
 
 
 def grid_points(config: Config, ranks_per_node: int | None = None) -> Iterator[GridPoint]:
-    """A point for each grid of the configuration's scheme and number of ranks on which it can run; `dp` and `pp` stay."""
+    """A point for each grid of the configuration's scheme and ranks on which all have like parts; `dp` and `pp` stay."""
     outer = {axis: size for axis, size in config.grid.axes.items() if axis in OUTER}
     inner = prod(config.grid.axes.values()) // prod(outer.values())
     for shape in SCHEME_SPECS[config.scheme].grids(inner):
         try:
+            Scheme.of(config.scheme, shape).check_even(config.local_model, config.rows)
             found = dry_run(config, {**shape, **outer}, ranks_per_node=ranks_per_node)
         except (GridError, LayoutError):  # the sizes do not fit that grid
             continue

@@ -115,8 +115,15 @@ def pick(
 def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridCandidate]:
     """Every scheme on every grid that fits, of the configuration's replicas, or of all numbers of them that may be chosen.
 
-    Raises GridError, as `ranked` does for the fewest replicas, where none fits.
+    Those on which ranks hold parts alike; if there are none, all. Raises GridError, as `ranked` does, where none fits.
     """
+    try:
+        return _candidates(config, ranks, schemes, alike=True)
+    except GridError:
+        return _candidates(config, ranks, schemes, alike=False)
+
+
+def _candidates(config: Config, ranks: int, schemes: Sequence[str], alike: bool) -> list[GridCandidate]:
     every, found, refused = [config.grid.dp], [], None
     if REPLICAS in config.chosen:
         every = [dp for dp in divisors(ranks) if config.train.micro_batch % dp == 0]
@@ -124,7 +131,7 @@ def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridC
         own = replace(config, grid=replace(config.grid, dp=dp))
         inner = ranks * config.grid.dp // dp
         try:
-            fitting = ranked(own.local_model, own.rows, inner, schemes, own.regather, own.vectors)
+            fitting = ranked(own.local_model, own.rows, inner, schemes, own.regather, own.vectors, alike)
         except GridError as error:
             refused = refused or error
             continue

@@ -25,6 +25,7 @@ from .file import Sweep, flat, nested
 from .rules import grown
 
 if TYPE_CHECKING:
+    from ..nn.schemes.scheme import Scheme
     from ..train.config import Config
 
 ID_LENGTH = 12
@@ -285,15 +286,17 @@ def _planned_on(sweep: Sweep, device: str | None) -> Cluster | None:
 
 
 def _fits(config: Keys, ranks: int, axes: Mapping[str, int]) -> bool:
+    """Whether a grid takes the point, with like parts on all ranks."""
     try:
-        _check(Point("block", ranks, {**config, **{f"{GRID}{axis}": size for axis, size in axes.items()}}))
+        point = Point("block", ranks, {**config, **{f"{GRID}{axis}": size for axis, size in axes.items()}})
+        _check(point).check_even(point.settings.model, point.settings.rows)
     except Summa3dError:
         return False
     return True
 
 
-def _check(point: Point) -> None:
-    """Raise the error that the point's own run would raise of its configuration, grid and sizes."""
+def _check(point: Point) -> Scheme:
+    """Raise the error that the point's own run would raise of its configuration, grid and sizes; else return its scheme."""
     from ..nn.schemes.scheme import Scheme
 
     settings = point.settings
@@ -302,7 +305,9 @@ def _check(point: Point) -> None:
         raise GridError(f"grid {settings.grid} has {counted(size, 'rank')}, and not {point.ranks}.")
     if point.what == "block" and settings.grid.outer > 1:
         raise GridError(f"grid {settings.grid}: blocks alone have no replicas or stages; what = 'train' has.")
-    Scheme.of(settings.scheme, settings.grid.axes).check(settings.model, settings.rows)
+    layouts = Scheme.of(settings.scheme, settings.grid.axes)
+    layouts.check(settings.model, settings.rows)
+    return layouts
 
 
 def axes_of(given: Any) -> dict[str, int]:

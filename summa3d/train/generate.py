@@ -6,7 +6,6 @@ Each random number depends on the seed and the position of the token only.
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,12 +13,10 @@ import numpy as np
 import torch
 
 from ..comm.grid import Grid
-from ..comm.topology import describe
-from ..errors import CheckpointError, ConfigError, GridError, LayoutError
+from ..errors import CheckpointError, ConfigError, GridError
 from ..nn.context import Context, scheme
 from ..nn.models.base import LanguageModel
 from ..nn.models.registry import Model
-from ..nn.schemes.scheme import Scheme
 from ..parallel.pipeline import Pipeline
 from ..parallel.states import states_of
 from . import config as configuration
@@ -57,7 +54,7 @@ def sample(
     Parameters
     ----------
     model : a causal model on its grid
-    context : that of the model's layers; the batch holds as many copies of the text as its scheme needs rows
+    context : that of the model's layers
     config : the model's configuration; the model sees the last `config.sequence` tokens
     temperature : divides the logits; 0 takes the likeliest token
     top_k : samples from the k likeliest tokens; 0 samples from all tokens
@@ -70,15 +67,15 @@ def sample(
     if not isinstance(model, LanguageModel):
         raise ConfigError(f"A {config.family} model does not continue text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
-    rows, device = smallest_batch(context.scheme, config), next(model.parameters()).device
+    device = next(model.parameters()).device
     shown = TextStream(show) if show is not None else None
     if pipeline is None and context.stages is not None:
-        pipeline = Pipeline(model, "1f1b", rows, next(model.parameters()).dtype)
+        pipeline = Pipeline(model, "1f1b", 1, next(model.parameters()).dtype)
     next_logits = model.next_logits if pipeline is None else pipeline.next_logits
     model.eval()
     with torch.no_grad():
         for position in range(count):
-            window = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
+            window = torch.tensor(known[-config.sequence :], device=device)[None]  # [b, s]
             logits = next_logits(window)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
             known.append(choose(logits, temperature, top_k, uniform(seed, position)))
             if shown is not None:
@@ -106,19 +103,6 @@ class TextStream:
         if end > self._length:
             self._show(text[self._length : end])
             self._length = end
-
-
-def smallest_batch(scheme: Scheme, config: ModelConfig) -> int:
-    """The smallest batch, in rows, that the scheme can split. Raises LayoutError where no batch fits the grid."""
-    ranks = prod(scheme.shape.values())
-    for rows in range(1, ranks**2 + 1):
-        try:
-            scheme.check(config, rows)
-        except LayoutError:
-            continue
-        return rows
-    scheme.check(config, ranks)  # raises an error that names the sizes that do not fit
-    raise LayoutError(f"No batch fits the grid {describe(scheme.shape)}.")
 
 
 def uniform(seed: int, position: int) -> float:

@@ -50,7 +50,7 @@ def test_a_deferred_gradient_has_the_bits_of_backward_and_biases_do_not_wait(com
 def test_a_weight_that_several_products_use_gets_their_sum_at_once(comm: Any, again: bool) -> None:
     """Joined with another, and alone: a large gradient that is there already makes the order of sums visible."""
     first, second = layers(5, 5, bias=False)
-    joined = FusedLinear("width", first, second)
+    joined = FusedLinear(first, second)
     x = rows(1)
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ def test_a_weight_that_several_products_use_gets_their_sum_at_once(comm: Any, ag
 def test_a_deferred_gradient_keeps_no_weight(comm: Any) -> None:
     """Joined columns are a copy, which lives until backward has used it."""
     linears, x, deferred = layers(5, 5, bias=False), rows(1), list[DeferredWeightGradient]()
-    joined, copies = FusedLinear("width", *linears), []
+    joined, copies = FusedLinear(*linears), []
     side_by_side = joined._side_by_side
 
     def watched(weights: Any) -> torch.Tensor:

@@ -62,6 +62,23 @@ def test_a_dry_run_of_products_in_pieces_moves_and_holds_what_a_real_run_does(ma
         check(case, make_grid, False, Overlap(pieces=3, gather=int(number == 0)))
 
 
+@pytest.mark.mpi(sizes=(4,))
+def test_a_dry_run_of_unlike_parts_moves_and_holds_what_a_real_run_does(make_grid, monkeypatch) -> None:
+    monkeypatch.setenv("KINETO_LOG_LEVEL", "99")
+    sizes = {"layers": 1, "heads": 7, "ffn": 353, "sequence": 31, "vocabulary": 191}
+    gpt, llama = {**sizes, "hidden": 91, "dropout": 0.1}, {**sizes, "family": "llama", "hidden": 98, "kv_heads": 7}
+    cases = [
+        ("cuboid", {"y": 2, "z": 2}, gpt),
+        ("cuboid-sequence", {"x": 2, "y": 2}, llama),
+        ("cuboid", {"x": 2, "y": 2}, {**llama, "kv_heads": 1}),
+        ("summa", {"x": 2, "y": 2}, llama),
+        ("oned-sp", {"y": 4}, gpt),
+    ]
+    for number, (scheme, axes, case) in enumerate(cases):
+        recompute = ("none", 1) if number % 2 else ("full", 1)
+        check(Case(scheme, axes, "copied", case, 5, recompute, number < 3, "float32"), make_grid, number == 0)
+
+
 @pytest.mark.wide
 @pytest.mark.mpi(sizes=(1, 2, 3, 4, 6, 8, 9, 12), timeout=7200)
 @pytest.mark.parametrize("node_memory", [True, False], ids=["node", "mpi"])

@@ -10,9 +10,10 @@ import torch
 from pairs import turns
 
 from summa3d.dry.step import Setting, run
-from summa3d.errors import GridError
+from summa3d.errors import GridError, LayoutError
 from summa3d.nn.choose import FOR_MODELS, choose
 from summa3d.nn.config import FAMILIES, ModelConfig
+from summa3d.nn.schemes.scheme import Scheme
 
 RANKS = (1, 2, 3, 4, 6, 8, 9, 12)
 SIZES = {"layers": 2, "hidden": 72, "heads": 12, "ffn": 144}
@@ -56,13 +57,24 @@ def test_it_takes_the_fewest_words_and_of_equals_the_cuboid() -> None:
 
 
 def test_where_nothing_fits_it_says_which_numbers_of_ranks_would() -> None:
+    mixture = ModelConfig(family="mixtral", hidden=64, heads=8)
     with pytest.raises(GridError) as raised:
-        choose(ModelConfig(hidden=64, heads=8), 24, 7)
+        choose(mixture, 24, 7, ["tesseract"])
     message = str(raised.value)
-    assert "\n" not in message and "batch 24, sequence 128, heads 8, hidden 64" in message
+    assert "\n" not in message and "batch 24, sequence 128, heads 8, hidden 64 with scheme tesseract" in message
     assert message.endswith("Ranks that fit: 3, 4, 6, 8.")
-    with pytest.raises(GridError, match="with scheme oned"):
-        choose(ModelConfig(hidden=64, heads=8), 24, 3, ["oned"])
+
+
+def test_a_grid_of_like_parts_comes_before_any_other_and_there_is_one_of_unlike_parts_where_none_is() -> None:
+    config = ModelConfig(hidden=64, heads=8)
+    for ranks, even in ((4, True), (7, False)):
+        found = choose(config, 24, ranks)
+        layouts = Scheme.of(found.scheme, found.grid)
+        if even:
+            layouts.check_even(config, 24)
+        else:
+            with pytest.raises(LayoutError):
+                layouts.check_even(config, 24)
 
 
 def test_it_leaves_nothing_behind() -> None:

@@ -137,7 +137,7 @@ def test_an_mlp_returns_to_the_layout_of_the_stream(make_grid):
 )
 def test_a_dim_that_the_grid_cannot_split_is_named_with_what_would_fit(make_grid, axes, config, batch, says):
     with pytest.raises(LayoutError) as raised:
-        scheme("cuboid", make_grid(**axes)).scheme.check(config, batch)
+        scheme("cuboid", make_grid(**axes)).scheme.check_even(config, batch)
     for text in says:
         assert text in str(raised.value)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, scheme
+from summa3d.nn.context_parallel.options import ContextOptions
 from summa3d.nn.layers.rotary import angles_of
 
 # 12 heads of 6, 4 or 2 kv heads; f is a multiple of every axis used here; v and s are primes.
@@ -154,19 +155,12 @@ def all_reduced(n: int, size: int, index: int) -> int:
     return n + (size - 2) * (n // size + (index < n % size)) if size > 1 else 0
 
 
-@pytest.mark.mpi(sizes=(12,))
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"kv_heads": 4, "hidden": 24}, ["kv_heads 4", "y = 12", "4 columns", "3, 6, 12"]),  # 4 columns are not 3 pieces
-        ({"heads": 24, "kv_heads": 8, "hidden": 96}, ["kv_heads 8", "y = 12", "3, 6, 12, 24"]),
-        ({"ffn": 42}, ["ffn 42", "y = 12", "36, 48, 60"]),
-    ],
-)
-def test_what_the_column_axis_cannot_split_is_named_with_what_would_fit(make_grid, change, says):
+@pytest.mark.mpi(sizes=(8,))
+def test_kv_heads_that_contexts_cannot_exchange_are_named_with_what_would_fit(make_grid):
+    grid, contexts = make_grid(cp=2, y=4), ContextOptions(kind="heads", fold=False)
     with pytest.raises(LayoutError) as raised:
-        build(replace(CONFIG, **change), scheme("cuboid", make_grid(x=1, y=12, z=1)))
-    for text in says:
+        build(replace(CONFIG, heads=24, hidden=144, kv_heads=6, sequence=12), scheme("cuboid", grid, contexts=contexts))
+    for text in ("kv_heads 6", "4 shards", "y=4", "'heads'", "fit heads 24: 4, 8, 12, 24"):
         assert text in str(raised.value)
 
 

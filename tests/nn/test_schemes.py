@@ -202,9 +202,9 @@ def test_an_unknown_scheme_and_a_missing_grid_are_named():
         ("cuboid-sequence", {"x": 2, "z": 2}, {"batch": 3}, ["batch 3", "x = 2", "x=1,y=2,z=2"]),
     ],
 )
-def test_a_size_that_a_scheme_cannot_split_is_named_with_what_would_fit(name, axes, sizes, says):
+def test_a_size_that_a_scheme_splits_unevenly_is_named_with_what_would_fit(name, axes, sizes, says):
     sizes = {"batch": 24, "sequence": 128, **sizes}
     with pytest.raises(LayoutError) as raised:
-        Scheme.of(name, axes).check(ModelConfig(), sizes["batch"], sizes["sequence"])
+        Scheme.of(name, axes).check_even(ModelConfig(), sizes["batch"], sizes["sequence"])
     for text in says:
         assert text in str(raised.value), str(raised.value)

@@ -62,8 +62,8 @@ def test_what_a_memory_cannot_hold_and_what_sizes_do_not_divide_is_said(config: 
     asked = asked_grids("x=2;scheme=oned,y=4", config, 2, True)
     roomy, tight = (compare(config, asked[:1], 2, 2, None, memory).rows[0] for memory in (4e9, 1.345e9))
     assert roomy.reason == "" and roomy.seconds is None and "MiB of" in tight.reason and tight.words == roomy.words
-    (uneven,) = compare(config, [("oned", {"y": 4})], 4, 4, None).rows
-    assert uneven.words is None and uneven.reason.startswith("heads 6 cannot be split over y = 4")
+    (other,) = compare(config, [("oned", {"x": 4})], 4, 4, None).rows
+    assert other.words is None and other.reason.startswith("The oned scheme cannot use the grid x=4")
 
 
 @pytest.mark.parametrize("text", ["", "x", "x=2;", "scheme=oned", "scheme=one,y=2", "x=2.5"])

@@ -97,7 +97,7 @@ def test_grids_are_the_planners_those_of_fewest_words_every_one_or_those_of_a_li
 
 
 def test_what_a_run_would_refuse_is_refused_with_its_reason() -> None:
-    _, refused = expand(blocks(ranks=[5], vary={"scheme": ["oned", "cuboid"], "grid": ["y=5"]}))
+    _, refused = expand(blocks(ranks=[5], vary={"scheme": ["oned", "summa"], "grid": ["z=5"]}))
     assert len(refused) == 2 and all("5" in str(one.error) for one in refused)
     points, refused = expand(products(ranks=[2, 4], vary={"algorithm": ["cannon"]}))
     assert [point.ranks for point in points] == [4] and "cannon cannot use 2 ranks" in str(refused[0].error)

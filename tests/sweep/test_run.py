@@ -52,8 +52,8 @@ name = "rows"
 base = {grid.dp = 2, train.accumulate = 1}
 
 [[series]]
-name = "no heads for two"
-base = {grid.y = 2, model.heads = 3}
+name = "no x in 1-D"
+base = {grid.x = 2}
 """
 
 
@@ -176,7 +176,7 @@ def test_plan_tells_points_predictions_and_refusals(tmp_path: Path, capsys: pyte
     assert cli(["sweep", "status", files["steps"], "--dir", str(tmp_path)]) == 0
     found = capsys.readouterr()
     assert found.out.splitlines()[1].split() == ["2", "2", "0", "0", "2"]
-    assert found.err.count("refused: no heads for two") == 1 and "heads" in found.err
+    assert found.err.count("refused: no x in 1-D") == 1 and "oned" in found.err
     assert cli(["sweep", "plan", files["steps"], "--json"]) == 0
     assert len({json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()}) == 2
 

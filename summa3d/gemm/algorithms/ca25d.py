@@ -30,6 +30,7 @@ class Ca25dPlan(SummaPlan):
 
     d: str = "d"
 
+    takes_grains = False
     transposes = False
 
     def layout_of(self, operand: str, names: str) -> Layout:

@@ -17,7 +17,7 @@ from ...comm.device.arrays import Array, empty, place_of
 from ...comm.pending import Completed, Pending
 from ...comm.prepared import Prepared
 from ...errors import ShapeError
-from ...layout.layout import Layout, split_sizes
+from ...layout.layout import Layout
 from ..local.blas import scale
 from ..pieces.executor import PiecedProduct, StartedProduct, WholeMoves
 from .checks import check_pieces
@@ -57,6 +57,8 @@ class CuboidPlan(ProductPlan):
     c_fine: int = 0
     pieces: int = 1
 
+    takes_grains = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pieces(self.pieces)
@@ -70,6 +72,16 @@ class CuboidPlan(ProductPlan):
         fine, dim = {"a": (self.y, self.a_fine), "b": (self.x, self.b_fine), "c": (self.z, self.c_fine)}[operand]
         rows, columns = coarse[names[0]], coarse[names[1]]
         return Layout(*(((rows, fine), (columns,)) if dim == 0 else ((rows,), (columns, fine))), names=names)
+
+    def local_extents(self, grid_shape: Mapping[str, int], at: Mapping[str, int]) -> tuple[int, ...]:
+        """m, n and k of the product that a rank takes, of gathered operands."""
+        coarse = Layout((self.x,), (self.y,), (self.z,))
+        coarse = coarse.grained(*self.grains) if any(self.grains) else coarse
+        return coarse.local_shape((self.m, self.n, self.k), grid_shape, at)
+
+    def fine_sizes(self, operand: str, extent: int, parts: int) -> list[int]:
+        """The sizes into which the fine split of a, b or c, over an axis of so many `parts`, cuts a gathered extent."""
+        return self.parts(self.fine_dims[operand], extent, parts, 1)
 
     @property
     def fine_dims(self) -> dict[str, str]:
@@ -104,19 +116,22 @@ class Moves(NamedTuple):
     scatter: Prepared
 
     @classmethod
-    def of(cls, axis: Axis, whole: tuple[int, int], dim: int) -> Moves:
-        """The collectives over an axis; parts are those of a balanced split."""
-        sizes = tuple(split_sizes(whole[dim], axis.size))
+    def of(cls, axis: Axis, whole: tuple[int, int], dim: int, parts: Sequence[int]) -> Moves:
+        """The collectives over an axis whose members hold `parts` along the dim."""
+        sizes = tuple(parts)
         gather, gather_view = (Prepared(axis, "all_gather", dim=dim, sizes=sizes, view=view) for view in (False, True))
         return cls(axis, axis.size == 1, dim, whole, gather, gather_view, Prepared(axis, "reduce_scatter", dim=dim, sizes=sizes))
 
 
 def moves_of(plan: CuboidPlan, axes: Sequence[Axis], grid_shape: Mapping[str, int], at: Mapping[str, int]) -> dict[str, Moves]:
     """What moves of a, b and c over the axes in the roles x, y, z."""
-    m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
-    (x, y, z), extents = axes, {"m": m, "n": n, "k": k}
-    wholes = {"a": (y, plan.a_names, plan.a_fine), "b": (x, plan.b_names, plan.b_fine), "c": (z, "mn", plan.c_fine)}
-    return {name: Moves.of(axis, (extents[names[0]], extents[names[1]]), fine) for name, (axis, names, fine) in wholes.items()}
+    extents = dict(zip("mnk", plan.local_extents(grid_shape, at), strict=True))
+    (x, y, z), found = axes, {}
+    names = {"a": (y, plan.a_names, plan.a_fine), "b": (x, plan.b_names, plan.b_fine), "c": (z, "mn", plan.c_fine)}
+    for operand, (axis, letters, fine) in names.items():
+        whole = extents[letters[0]], extents[letters[1]]
+        found[operand] = Moves.of(axis, whole, fine, plan.fine_sizes(operand, whole[fine], axis.size))
+    return found
 
 
 class Cuboid(Executor):
@@ -180,7 +195,7 @@ class Cuboid(Executor):
         """Scatter this rank's summand and add what the others send, in the members' order."""
         if beta != 0:  # β·C comes along in this rank's own part
             scale(out, beta)
-            sizes = split_sizes((self.m, self.n)[self.plan.c_fine], self.z.size)
+            sizes = self.plan.fine_sizes("c", (self.m, self.n)[self.plan.c_fine], self.z.size)
             start = sum(sizes[: self.z.index])
             own = slice(start, start + sizes[self.z.index])
             partial[own if self.plan.c_fine == 0 else (slice(None), own)] += out
@@ -229,7 +244,7 @@ class Cuboid(Executor):
         moves = self._moves["b"]
         if not behind or moves.alone or moves.axis.offers_views(b) or prod(moves.whole) == 0:
             return moves.gather.of(b).start(b)
-        sizes = split_sizes(moves.whole[moves.dim], moves.axis.size)
+        sizes = self.plan.fine_sizes("b", moves.whole[moves.dim], moves.axis.size)
         return self.workspace.behind.start(moves.axis, b, moves.whole, moves.dim, sizes, self.plan.pieces)
 
     def gather_c(self, c: Array, view: bool = False) -> Array:

@@ -55,4 +55,6 @@ def gradient_plans(plan: Plan) -> tuple[Plan, Plan]:
 def _gradient_plan(plan: Plan, gradient: Gradient) -> Plan:
     sizes = {"m": plan.m, "n": plan.n, "k": plan.k}
     m, n, k = (sizes[dim] for dim in gradient.dims)
-    return replace(plan, form=gradient.form, m=m, n=n, k=k, **plan.gradient_roles(gradient.dims))
+    of_m, of_n, of_k = (plan.grains_of(dim) for dim in gradient.dims)
+    roles = plan.gradient_roles(gradient.dims)
+    return replace(plan, form=gradient.form, m=m, n=n, k=k, grains=(of_m, of_n, of_k), **roles)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array
 from ...comm.prepared import Prepared
-from ...layout.layout import Layout, split_sizes
+from ...layout.layout import Layout
 from ..local.blas import seed
 from ..pieces.executor import PiecedProduct
 from ..pieces.slabs import start_sums
@@ -35,6 +35,7 @@ class OnedPlan(ProductPlan):
     sequence: bool = False
     pieces: int = 1
 
+    takes_grains = True
     split_dim: ClassVar[str]
     """The dim of the product that y splits: n by columns, k by rows."""
     cuboid_role: ClassVar[str]
@@ -47,7 +48,9 @@ class OnedPlan(ProductPlan):
     def as_cuboid(self) -> CuboidPlan:
         """The cuboid of 1×t×1, or 1×1×t, that the product is with `sequence`; its other axes are of `ALONE`."""
         x, y, z = (self.y if role == self.cuboid_role else ALONE[role] for role in "xyz")
-        return CuboidPlan(self.form, self.m, self.n, self.k, x, y, z, pieces=self.pieces)
+        m, n, k = self.grains  # what y splits of the rows is the fine split of the cuboid's
+        grains = ((1, *m) if m else m, n, k)
+        return CuboidPlan(self.form, self.m, self.n, self.k, x, y, z, pieces=self.pieces, grains=grains)
 
     def cut(self, axis: Axis, array: Array) -> bool:
         """Whether what moves of arrays like this one along y leaves the node, and is cut."""
@@ -113,7 +116,9 @@ class OnedColumn(OnedExecutor):
 
     def _prepare(self) -> None:
         self.axis = self.grid[self.plan.y]
-        self.gather = Prepared(self.axis, "all_gather", sizes=split_sizes(self.plan.a_shape[0], self.axis.size))
+        self.gather = Prepared(
+            self.axis, "all_gather", sizes=self.plan.parts(self.plan.a_names[0], self.plan.a_shape[0], self.axis.size)
+        )
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:
         """All-gather A if its rows are split, then one local product."""
@@ -133,7 +138,7 @@ class OnedRow(OnedExecutor):
 
     def _prepare(self) -> None:
         self.axis = self.grid[self.plan.y]
-        self.sizes = split_sizes(self.plan.m, self.axis.size)
+        self.sizes = self.plan.parts("m", self.plan.m, self.axis.size)
         self.scatter, self.sum = Prepared(self.axis, "reduce_scatter", sizes=self.sizes), Prepared(self.axis, "all_reduce")
 
     def multiply_into(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any) -> None:

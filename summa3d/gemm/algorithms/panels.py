@@ -27,10 +27,13 @@ class Panel:
     y_start: int
 
 
-def panels(start: int, stop: int, x_parts: int, y_parts: int, width: int | None = None) -> list[Panel]:
-    """The range start:stop cut at every boundary of its balanced splits into x_parts and into y_parts, then at `width`."""
-    x_ranges = [split_range(start, stop, x_parts, index) for index in range(x_parts)]
-    y_ranges = [split_range(start, stop, y_parts, index) for index in range(y_parts)]
+def panels(start: int, stop: int, x_parts: int, y_parts: int, width: int | None = None, grain: int = 1) -> list[Panel]:
+    """The range start:stop cut at every boundary of its balanced splits into x_parts and into y_parts, then at `width`.
+
+    grain : what the splits keep whole
+    """
+    x_ranges = [split_range(start, stop, x_parts, index, grain) for index in range(x_parts)]
+    y_ranges = [split_range(start, stop, y_parts, index, grain) for index in range(y_parts)]
     edges = sorted({start, stop, *(end for _, end in x_ranges), *(end for _, end in y_ranges)})
     result, x, y = [], 0, 0
     for low, high in pairwise(edges):

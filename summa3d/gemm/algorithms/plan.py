@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
 from ...comm.topology import describe, grids_of
 from ...errors import GridError, ShapeError
-from ...layout.layout import Layout
+from ...layout.layout import Layout, split_sizes
 from ..local.blas import OPS
 from .checks import is_whole
 
 Plan = TypeVar("Plan", bound="ProductPlan")
+Grains = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,11 @@ class ProductPlan(ABC):
     m: int
     n: int
     k: int
+    grains: Grains = field(default=((), (), ()), kw_only=True)
+    """For m, n and k, the items that the axes which split them keep whole, coarse first (`split_sizes`); () for elements."""
 
+    takes_grains: ClassVar[bool] = False
+    """Whether an axis may split its dim into items that stay whole."""
     transposes: ClassVar[bool] = False
     """Whether form tt is (B·A) by nn and one transpose of the result; else it is computed as it stands."""
 
@@ -43,6 +48,8 @@ class ProductPlan(ABC):
             size = getattr(self, name)
             if not is_whole(size) or size < 0:
                 raise ShapeError(f"{name} is {size!r}; sizes are whole numbers of at least 0.")
+        if any(self.grains) and not self.takes_grains:
+            raise ShapeError(f"{self.name} splits sizes in elements; grains {self.grains} are for products of layers.")
         for role in self.roles():
             axis = getattr(self, role)
             if not isinstance(axis, str):
@@ -55,17 +62,34 @@ class ProductPlan(ABC):
     @cached_property
     def a_layout(self) -> Layout:
         """Which axes split A as it is stored."""
-        return self.layout_of("a", self.a_names)
+        return self._grained("a", self.a_names)
 
     @cached_property
     def b_layout(self) -> Layout:
         """Which axes split B as it is stored."""
-        return self.layout_of("b", self.b_names)
+        return self._grained("b", self.b_names)
 
     @cached_property
     def c_layout(self) -> Layout:
         """Which axes split C as it is stored."""
-        return self.layout_of("c", "mn")
+        return self._grained("c", "mn")
+
+    def _grained(self, operand: str, names: str) -> Layout:
+        layout = self.layout_of(operand, names)
+        return layout.grained(*map(self.grains_of, names)) if any(self.grains) else layout
+
+    def grains_of(self, dim: str) -> tuple[int, ...]:
+        """What the axes that split m, n or k keep whole."""
+        return self.grains["mnk".index(dim)]
+
+    def grain(self, dim: str, level: int) -> int:
+        """What the axis keeps whole that splits m, n or k at this level, 0 for the coarse one."""
+        grains = self.grains_of(dim)
+        return grains[level] if level < len(grains) else 1
+
+    def parts(self, dim: str, extent: int, parts: int, level: int = 0) -> list[int]:
+        """The sizes into which an axis of so many `parts` splits `extent` elements of m, n or k."""
+        return split_sizes(extent, parts, self.grain(dim, level))
 
     @classmethod
     def grids(cls, ranks: int) -> list[dict[str, int]]:
@@ -132,7 +156,8 @@ class ProductPlan(ABC):
 
     def swapped(self: Plan) -> Plan:
         """The plan of B·A, whose transpose is the product asked for."""
-        return replace(self, form="nn", m=self.n, n=self.m)
+        m, n, k = self.grains
+        return replace(self, form="nn", m=self.n, n=self.m, grains=(n, m, k))
 
     def check_axes(self, grid_shape: Mapping[str, int]) -> None:
         """Raise GridError unless the grid has an axis for each role."""

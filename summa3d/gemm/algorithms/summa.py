@@ -50,6 +50,7 @@ class SummaPlan(ProductPlan):
     lookahead: bool = False
     pieces: int = 1
 
+    takes_grains = True
     transposes = True
 
     def __post_init__(self) -> None:
@@ -92,7 +93,8 @@ def panel_loop(plan: SummaPlan, grid: BaseGrid, workspace: Workspace, pieces: in
     """The loop of a plan on a grid, its panels cut into so many pieces."""
     x, y, form = grid[plan.x], grid[plan.y], normal(plan.form)
     extent, ahead = {"nn": plan.k, "nt": plan.n, "tn": plan.m}[form], plan.ahead(pieces, grid.shape)
-    cuts = divided(panels(0, extent, x.size, y.size, plan.panel), pieces)
+    grain = plan.grain({"nn": "k", "nt": "n", "tn": "m"}[form], 0)
+    cuts = divided(panels(0, extent, x.size, y.size, plan.panel, grain), pieces)
     left = BroadcastPanels(workspace, "a", y, "y", 1, cuts, ahead)
     right = BroadcastPanels(workspace, "b", x, "x", 0, cuts, ahead)
     if form == "nn":

@@ -51,7 +51,7 @@ def cuboid(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions:
     since it depends on β: where dtypes that no BLAS adds to C in place meet β ≠ 0 and Z = 1, a product.
     """
     a, b, c = moves_of(plan, grid_shape, at, conditions.staged)
-    m, n, k = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+    m, n, k = plan.local_extents(grid_shape, at)
     operands = ((a, plan.a_fine, plan.y), (b, plan.b_fine, plan.x))
     workspace = sum(0 if fine == 0 and axis in conditions.staged else step.workspace for step, fine, axis in operands)
     if grid_shape[plan.z] > 1 and plan.z not in conditions.staged:
@@ -88,7 +88,7 @@ def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditio
         else:
             memory += step.workspace * (plan.a_fine if operand == "a" else plan.b_fine)
             adds = adds or (plan.fine_dims[operand] == "k" and step.messages > 0)
-    m, n, _ = Layout((plan.x,), (plan.y,), (plan.z,)).local_shape((plan.m, plan.n, plan.k), grid_shape, at)
+    m, n, _ = plan.local_extents(grid_shape, at)
     return Cost(0, 0, memory + m * n * (adds and conditions.scratch))
 
 
@@ -106,9 +106,9 @@ class Cuts:
 
 
 @lru_cache(maxsize=256)
-def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None, pieces: int = 1) -> Cuts:
+def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None, pieces: int = 1, grain: int = 1) -> Cuts:
     """The panels of start:stop, counted."""
-    found = divided(panels(start, stop, x_parts, y_parts, width), pieces)
+    found = divided(panels(start, stop, x_parts, y_parts, width, grain), pieces)
     widths = Counter(panel.width for panel in found)
     count_of_owner = {"x": Counter(panel.x_owner for panel in found), "y": Counter(panel.y_owner for panel in found)}
     return Cuts(len(found), max(widths, default=0), widths, count_of_owner)
@@ -145,7 +145,8 @@ def buffers(plan: SummaPlan, cut: Cuts, axis: str, grid_shape: GridShape, condit
 def outer(plan: SummaPlan, span: tuple[int, int], grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """C stays; panels of the part `span` of k."""
     a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
-    cut = cuts(*span, grid_shape[plan.x], grid_shape[plan.y], plan.panel, plan.pieces_on(grid_shape, conditions.staged))
+    pieces, grain = plan.pieces_on(grid_shape, conditions.staged), plan.grain("k", 0)
+    cut = cuts(*span, grid_shape[plan.x], grid_shape[plan.y], plan.panel, pieces, grain)
     extent = span[1] - span[0]
     a_dim, b_dim = (1 if plan.form[0] == "n" else 0), (0 if plan.form[1] == "n" else 1)
     scratch = a[1 - a_dim] * b[1 - b_dim] if conditions.scratch else 0
@@ -161,7 +162,8 @@ def inner(plan: SummaPlan, a_moves: bool, grid_shape: GridShape, at: Coordinates
     a, b = (plan.a_layout.local_shape(plan.a_shape, grid_shape, at), plan.b_layout.local_shape(plan.b_shape, grid_shape, at))
     extent, role, along = (plan.m, "y", plan.x) if a_moves else (plan.n, "x", plan.y)
     moving, dim, staying, rest = (a, 1, b, b[1]) if a_moves else (b, 0, a, a[0])
-    cut = cuts(0, extent, grid_shape[plan.x], grid_shape[plan.y], plan.panel, plan.pieces_on(grid_shape, conditions.staged))
+    pieces, grain = plan.pieces_on(grid_shape, conditions.staged), plan.grain("m" if a_moves else "n", 0)
+    cut = cuts(0, extent, grid_shape[plan.x], grid_shape[plan.y], plan.panel, pieces, grain)
     size, index = grid_shape[along], at[along]
     reduced = (size - 1) * sum(times * share(rest * width, size, index) for width, times in cut.widths.items())
     held = buffers(plan, cut, along, grid_shape, conditions)

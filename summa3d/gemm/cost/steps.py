@@ -61,11 +61,6 @@ class Volume:
         return Fraction(sum(cost.words for cost in self.costs()), prod(self.grid_shape.values()))
 
 
-def without(layout: Layout, axis: str) -> Layout:
-    """The layout after a gather along `axis`."""
-    return Layout(*([name for name in axes if name != axis] for axes in layout.dims))
-
-
 def block_words(layout: Layout, shape: tuple[int, ...], grid_shape: GridShape, at: Coordinates) -> int:
     """Elements of the block at a rank."""
     return prod(layout.local_shape(shape, grid_shape, at))
@@ -76,7 +71,7 @@ def gather(layout: Layout, shape: tuple[int, ...], axis: str, grid_shape: GridSh
     size = grid_shape[axis]
     if size == 1:
         return Cost(0, 0)
-    gathered = block_words(without(layout, axis), shape, grid_shape, at)
+    gathered = block_words(layout.without(axis), shape, grid_shape, at)
     return Cost(gathered - block_words(layout, shape, grid_shape, at), size - 1, gathered)
 
 

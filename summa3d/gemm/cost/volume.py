@@ -11,7 +11,7 @@ from ..algorithms.oned import OnedPlan
 from ..algorithms.plan import ProductPlan
 from ..algorithms.registry import algorithm_of
 from .per_rank import moves_of, plan_steps, sums_in_pieces
-from .steps import Coordinates, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter, without
+from .steps import Coordinates, Cost, GridShape, Volume, all_reduce, block_words, combined, gather, scatter
 
 __all__ = [
     "Coordinates",
@@ -25,7 +25,6 @@ __all__ = [
     "of_plan",
     "plan_steps",
     "scatter",
-    "without",
 ]
 
 

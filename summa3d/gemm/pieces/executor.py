@@ -13,7 +13,7 @@ from ...comm.axis import Axis
 from ...comm.device.arrays import Array, is_half, is_on_device
 from ...comm.pending import Completed, Pending
 from ...comm.transport.progress import IN_FLIGHT
-from ...layout.layout import Coordinates, split_sizes
+from ...layout.layout import Coordinates
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
 from .behind import BehindQueue
@@ -153,13 +153,21 @@ class Rounds:
 class Summation:
     """The summands of C[m:x, n:y]: they leave along `axis` cell by cell, and those that come are added in the members' order.
 
-    dim : the dim of C that is cut. cells : in the order of their products. 16-bit floats are multiplied and added in float32;
-        what travels is rounded
+    dim : the dim of C that is cut. sizes : of the members' parts of it. cells : in the order of their products. 16-bit floats are
+        multiplied and added in float32; what travels is rounded
     """
 
-    def __init__(self, workspace: Workspace, axis: Axis, dim: int, whole: tuple[int, int], cells: Sequence[SumCell]) -> None:
+    def __init__(
+        self,
+        workspace: Workspace,
+        axis: Axis,
+        dim: int,
+        whole: tuple[int, int],
+        sizes: Sequence[int],
+        cells: Sequence[SumCell],
+    ) -> None:
         self.workspace, self.axis, self.dim, self.whole, self.cells = workspace, axis, dim, whole, cells
-        self.sizes = split_sizes(whole[dim], axis.size)
+        self.sizes = sizes
         self.own = [cell for cell in self.cells if cell.member == axis.index]
         self.others = [member for member in range(axis.size) if member != axis.index]
 
@@ -353,7 +361,7 @@ class PiecedProduct:
         if m * n == 0:
             return [], lambda: lambda: None
         if z.size > 1 and cells:
-            summation = Summation(self.workspace, z, dim, (m, n), cells)
+            summation = Summation(self.workspace, z, dim, (m, n), self.plan.fine_sizes("c", (m, n)[dim], z.size), cells)
             memories = summation.begin(out)
             places = [
                 CellMemory(

@@ -10,7 +10,7 @@ from itertools import accumulate
 from math import prod
 from typing import Any, NamedTuple
 
-from ...layout.layout import Coordinates, Layout, split_range, split_sizes
+from ...layout.layout import Coordinates, split_range
 
 SLABS = 16
 """Local products of a rank, at least, between which MPI is asked to move what is in flight."""
@@ -111,15 +111,14 @@ def schedule_of(plan: Any, grid_shape: Mapping[str, int], at: Coordinates, stage
     plan : a `CuboidPlan`. staged : axes that communicate in the node's memory, whose operands move as a whole; one without
     elements does not move
     """
-    coarse = Layout((plan.x,), (plan.y,), (plan.z,))
-    extents = dict(zip("mnk", coarse.local_shape((plan.m, plan.n, plan.k), grid_shape, at), strict=True))
+    extents = dict(zip("mnk", plan.local_extents(grid_shape, at), strict=True))
     dims, letters = {"a": plan.a_names, "b": plan.b_names, "c": "mn"}, plan.fine_dims
     members = {
         operand: (grid_shape[axis], at[axis])
         for operand, axis in (("a", plan.y), ("b", plan.x), ("c", plan.z))
         if grid_shape[axis] > 1 and axis not in staged and all(extents[letter] for letter in dims[operand])
     }
-    sizes = {operand: split_sizes(extents[letters[operand]], size) for operand, (size, _) in members.items()}
+    sizes = {operand: plan.fine_sizes(operand, extents[letters[operand]], size) for operand, (size, _) in members.items()}
     moving: dict[str, Sequence[Round]] = {"a": (), "b": ()}
     own = {operand: (0, extents[letters[operand]]) for operand in "ab"}
     for operand in sizes.keys() & own.keys():

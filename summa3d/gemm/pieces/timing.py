@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dtypes import Dtype
-from ...layout.layout import Coordinates, Layout, split_range
+from ...layout.layout import Coordinates, split_range
 from ..algorithms.ca25d import Ca25dPlan
 from ..algorithms.cuboid import CuboidPlan
 from ..algorithms.oned import OnedPlan, with_alone
@@ -92,7 +92,8 @@ def steps_of(plan: SummaPlan | OnedPlan, grid_shape: GridShape, at: Coordinates,
         return (count,) if size > 1 and (owner != index or pieces == 1) else ()
 
     found = []
-    for cut in divided(panels(*span, rows, columns, plan.panel), pieces):
+    grain = plan.grain("k" if stays else "n" if form == "nt" else "m", 0)
+    for cut in divided(panels(*span, rows, columns, plan.panel, grain), pieces):
         from_row, from_column = (columns, cut.y_owner, at[plan.y]), (rows, cut.x_owner, at[plan.x])
         if stays:
             coming = (*words(*from_row, cut.width * m), *words(*from_column, cut.width * n))
@@ -103,7 +104,7 @@ def steps_of(plan: SummaPlan | OnedPlan, grid_shape: GridShape, at: Coordinates,
         else:
             found.append(MovedStep(words(*from_row, cut.width * k), (cut.width, n, k), (rows - 1) * n * cut.width // rows))
     if isinstance(plan, Ca25dPlan) or (isinstance(plan, TesseractPlan) and form == "tn"):
-        depth, copy = grid_shape[plan.d], prod(Layout((plan.x,), (plan.y,)).local_shape(plan.c_shape, grid_shape, at))
+        depth, copy = grid_shape[plan.d], prod(plan.c_layout.without(plan.d).local_shape(plan.c_shape, grid_shape, at))
         found.append(MovedStep((), (0, 0, 0), (1 if stays else 2) * (depth - 1) * copy // depth))
     return found
 
@@ -164,7 +165,7 @@ def summed_words(plan: Any, grid_shape: GridShape, at: Coordinates) -> float:
     if isinstance(plan, OnedPlan) and plan.sequence:
         return summed_words(plan.as_cuboid(), with_alone(grid_shape, 1), with_alone(at, 0))
     if isinstance(plan, CuboidPlan):
-        m, n = Layout((plan.x,), (plan.y,)).local_shape((plan.m, plan.n), grid_shape, at)
+        m, n, _ = plan.local_extents(grid_shape, at)
         return (grid_shape[plan.z] - 1) * m * n / grid_shape[plan.z]
     return sum(step.leaving for step in steps_of(plan, grid_shape, at))
 

@@ -90,7 +90,7 @@ class FusedParts(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(Linear(k, n, scheme, bias=bias, dtype=dtype) for n in widths)
         linears: list[Any] = list(self.parts)
-        self.joined = FusedLinear("the width of one part", *linears)
+        self.joined = FusedLinear(*linears)
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's blocks of all parts, side by side."""

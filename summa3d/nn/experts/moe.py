@@ -102,7 +102,8 @@ class MoE(nn.Module):
         chosen = (found * routing.weights.to(x.dtype)[..., None]).sum(1).view_as(x)
         if self.shared is None or self.shared_gate is None:
             return chosen
-        return chosen + self.shared_gate(x) * self.shared(x)
+        rows = self.context.scheme.rows(batch.rows, batch.sequence)
+        return chosen + self.shared_gate(x) * self.shared(x, rows)
 
     @property
     def _has_terms(self) -> bool:

@@ -13,10 +13,9 @@ from torch.nn import functional
 
 from ...autograd.collectives import all_gather
 from ...autograd.recompute import recompute
-from ...comm.axis import Axis
 from ...comm.topology import describe, divisors
 from ...errors import LayoutError
-from ...layout.layout import Layout
+from ...layout.layout import Layout, split_sizes
 from ..config import ModelConfig
 from ..context import Context
 from ..context_parallel.attention import attend as attend_over
@@ -24,9 +23,10 @@ from ..context_parallel.heads import to_heads, to_positions
 from ..context_parallel.moves import GatherMoves, RingMoves
 from ..context_parallel.positions import indices, order
 from ..context_parallel.split import ContextSplit, Tile
+from ..schemes.heads import HeadSplit, heads_of
 from .attention_mask import TokenMask, Visible
 from .dropout import Batch, Dropout
-from .fused_linear import FusedLinear
+from .fused_linear import FusedLinear, have_like_items
 from .linear import Linear
 from .norm import RMSNorm
 from .rotary import Rotary
@@ -40,10 +40,10 @@ class AttentionCore(nn.Module):
     what contexts exchange too. Words of contexts: those of `to_heads`, `RingMoves` and `GatherMoves`.
     """
 
-    def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Context, inner: Layout) -> None:
+    def __init__(self, heads: int, causal: bool, dropout: float, name: str, scheme: Context, of_heads: Layout) -> None:
         super().__init__()
         self.heads, self.causal, self.recomputed, self.context = heads, causal, False, scheme
-        self.dropout = Dropout(dropout, f"{name}.attention", scheme, Layout(inner.dims[0], inner.dims[-1], (), ()))
+        self.dropout = Dropout(dropout, f"{name}.attention", scheme, of_heads)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d], with s of this rank's context."""
@@ -84,6 +84,8 @@ class AttentionCore(nn.Module):
         return self._unfused(q, k, v, batch, allowed)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
+        if q.numel() == 0:  # a rank without heads, or without sequences: its backward takes part in the sums of k and v
+            return q + (k + v)[:, :1] * 0
         if self.training and self.dropout.probability:
             return self._unfused(q, k, v, batch, visible.allowed)
         causal = self.causal and visible.allowed is None
@@ -114,7 +116,8 @@ class AttentionCore(nn.Module):
             return {1: contexts.group.runs(s)}
         if contexts.heads == 1:
             return {}
-        first = Layout(self.dropout.layout.dims[1]).slices((self.heads,), grid.shape, grid.coordinates)[0].start
+        of_heads = Layout(self.dropout.layout.dims[1], grains=self.dropout.layout.grains[1:2])
+        first = of_heads.slices((self.heads,), grid.shape, grid.coordinates)[0].start
         return {0: [range(first + contexts.index * heads, first + (contexts.index + 1) * heads)]}
 
 
@@ -138,28 +141,32 @@ class SelfAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.context, self.size = scheme, config.hidden // config.heads
-        self.qkv = Linear(config.hidden, 3 * config.hidden, scheme, dtype=dtype)
+        split = heads_of(config, scheme.scheme)
+        self.qkv = Linear(config.hidden, 3 * config.hidden, scheme, dtype=dtype, together=split.of_kv)
         self.qkv.weight.joined = config.heads, 3
-        inner = self.qkv.output_layout
+        inner = scheme.scheme.after_linear(scheme.residual, split.of_q)
         self.out = Linear(config.hidden, config.hidden, scheme, inner, std=out_std, dtype=dtype)
-        self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
+        attended = config.attention_dropout, name, scheme, layout_of_heads(inner, self.size)
+        self.core = AttentionCore(config.heads, config.architecture.causal, *attended)
 
     def forward(
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
-        qkv = self.context.batch_first(self.qkv(x)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
+        rows = self.context.scheme.rows(batch.rows, batch.sequence)
+        qkv = self.context.batch_first(self.qkv(x, rows)).unflatten(-1, (-1, 3, self.size))  # [b/(XZ), s, a/Y, 3, d]
         q, k, v = (part.transpose(1, 2) for part in qkv.unbind(3))  # [b/(XZ), a/Y, s, d]
-        return self.out(_stored(self.core(q, k, v, batch, visible), self.context), None, skip_bias_add)  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.context), rows, skip_bias_add)  # [b/(XY), s, h/Z]
 
 
 class GroupedAttention(nn.Module):
     """Grouped-query attention: `kv_heads` heads of k and v, each shared by a/kv_heads query heads; rotary where the family is.
 
-    q and kv, with columns [kv head][k, v][d], are one product (`FusedLinear`). Where the number of shards of the columns divides
-    kv_heads, each rank holds whole kv heads. Where kv_heads divides the number of shards, each rank holds a piece of one head,
-    and the g = Y/kv_heads consecutive ranks that share the head all-gather it, (g−1)·b·s·2d/(g·XZ) words; backward
-    reduce-scatters its gradient. Raises LayoutError where neither divides the other, or a head has no g equal pieces.
+    q and kv, with columns [kv head][k, v][d], are one product (`FusedLinear`). Each rank holds whole kv heads with their query
+    heads, as evenly as they come. Where kv_heads divides the number of shards of the columns and either is 1 or leaves equal
+    pieces, each rank holds a piece of one kv head instead, and the g = Y/kv_heads consecutive ranks that share the head
+    all-gather it, (g−1)·b·s·2d/(g·XZ) words; backward reduce-scatters its gradient. Query heads that these do not share evenly
+    have a product of their own.
 
     Where the family norms q and k, each head by itself moves one all-reduce of γ's gradients over all ranks in backward; all
     together, an `RMSNorm` each.
@@ -171,25 +178,35 @@ class GroupedAttention(nn.Module):
         super().__init__()
         h, width, bias = config.hidden, config.attention_width, config.has_qkv_bias
         self.context, self.size, self.largest = scheme, config.head_size, config.clip_qkv
-        inner = scheme.scheme.after_linear(scheme.residual)
-        self.run = run_sharing_a_head(config, scheme, inner)
-        self.q = Linear(h, width, scheme, bias=bias, dtype=dtype)
-        self.kv = Linear(h, 2 * config.num_kv_heads * self.size, scheme, bias=bias, dtype=dtype)
-        self.kv.weight.joined = config.num_kv_heads, 2
-        self.joined = FusedLinear("hidden" if config.head_dim is None else "heads · head_dim", self.q, self.kv)
+        groups, split = config.num_kv_heads, heads_of(config, scheme.scheme)
+        if split.of_q > 1 and scheme.contexts.heads > 1:
+            raise LayoutError(_no_exchange(config, scheme))
+        self.q = Linear(h, width, scheme, bias=bias, dtype=dtype, together=split.of_q)
+        self.kv = Linear(h, 2 * groups * self.size, scheme, bias=bias, dtype=dtype, together=split.of_kv)
+        self.kv.weight.joined = groups, 2
+        inner, shards = self.q.output_layout, scheme.columns(self.q.output_layout).size
+        self.run = scheme.grid.contiguous_sub_axis(inner.dims[-1], split.sharing)
+        even = split.of_q == 1 and self.kv.n % shards == 0
+        self.joined = FusedLinear(self.q, self.kv) if even or have_like_items(self.q, self.kv) else None
         self.out = Linear(width, h, scheme, inner, bias=config.architecture.biases, std=out_std, dtype=dtype)
         self.normed = config.architecture.qk_norm
         if self.normed:
-            self.q_norm, self.k_norm = norms_of_heads(config, scheme, inner, self.run.size, dtype)
+            self.q_norm, self.k_norm = norms_of_heads(config, scheme, inner, split, dtype)
         self.rotary = Rotary(self.size, config) if "rotary_base" in config.architecture.options else None
-        self.core = AttentionCore(config.heads, config.architecture.causal, config.attention_dropout, name, scheme, inner)
+        attended = config.attention_dropout, name, scheme, layout_of_heads(inner, self.size)
+        self.core = AttentionCore(config.heads, config.architecture.causal, *attended)
+        equal = [2 * self.size // self.run.size] * self.run.size
+        self._pieces = pieces_of_a_head(2 * self.size, scheme, inner) if groups == 1 else equal
 
     def forward(
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
     ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without W_o's bias, that bias)."""
-        q, kv = (self.context.batch_first(part) for part in self.joined(x))  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
-        kv = all_gather(kv, self.run, 2, [kv.shape[2]] * self.run.size)
+        rows = self.context.scheme.rows(batch.rows, batch.sequence)
+        both = (self.q(x, rows), self.kv(x, rows)) if self.joined is None else self.joined(x, rows)
+        q, kv = (self.context.batch_first(part) for part in both)  # [b/(XZ), s, h/Y], [b/(XZ), s, 2·kv·d/Y]
+        if self.run.size > 1:
+            kv = all_gather(kv, self.run, 2, self._pieces)
         k, v = kv.unflatten(-1, (-1, 2, self.size)).unbind(3)  # [b/(XZ), s, kv/Y, d]
         if self.normed == "width":
             q, k = self.q_norm(q.contiguous()), self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.size))
@@ -201,24 +218,30 @@ class GroupedAttention(nn.Module):
         if self.rotary is not None:
             contexts = self.context.contexts
             q, k = self.rotary(q, k, contexts.runs(batch.sequence * contexts.size))
-        return self.out(_stored(self.core(q, k, v, batch, visible), self.context), None, skip_bias_add)  # [b/(XY), s, h/Z]
+        return self.out(_stored(self.core(q, k, v, batch, visible), self.context), rows, skip_bias_add)  # [b/(XY), s, h/Z]
+
+
+def layout_of_heads(inner: Layout, size: int) -> Layout:
+    """The layout of [b, heads, s, s] for the attended values [b, s, heads·size] in `inner`."""
+    grains = tuple(columns // size for columns in inner.grains[-1]) if inner.grains else ()
+    return Layout(inner.dims[0], inner.dims[-1], (), (), grains=((), grains, (), ()))
 
 
 def norms_of_heads(
-    config: ModelConfig, scheme: Context, inner: Layout, sharing: int, dtype: torch.dtype
+    config: ModelConfig, scheme: Context, inner: Layout, split: HeadSplit, dtype: torch.dtype
 ) -> tuple[RMSNorm, RMSNorm]:
     """The norms of q and k, of each head, or of all heads together.
 
-    sharing : the ranks that hold pieces of one kv head. Raises LayoutError for vectors on the diagonal, and where ranks share a
-    kv head whose norm is that of all heads.
+    inner : the layout of q. Raises LayoutError for vectors on the diagonal, and where
+    ranks share a kv head whose norm is that of all heads.
     """
     if config.architecture.qk_norm == "head":
         if scheme.scheme.vectors == "diagonal":
             raise LayoutError("vectors 'diagonal' have no place for a norm of heads, which no axis splits. Use vectors 'copied'.")
         layout = Layout(inner.dims[0], inner.dims[-1], (), ())  # [b, a, s, d]
-        of_q, of_k = (RMSNorm(config.head_size, scheme, layout, config.eps, dtype) for _ in "qk")
-        return of_q, of_k
-    if sharing > 1:
+        q_norm, k_norm = (RMSNorm(config.head_size, scheme, layout, config.eps, dtype) for _ in "qk")
+        return q_norm, k_norm
+    if split.sharing > 1:
         columns = scheme.columns(inner).size
         fits = [heads for heads in divisors(config.heads) if heads % columns == 0]
         raise LayoutError(
@@ -226,30 +249,31 @@ def norms_of_heads(
             f"{describe(scheme.grid.shape)}).\n  k is normed over all heads, so each rank holds whole ones.\n"
             f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, fits))}."
         )
+    layouts = inner, scheme.scheme.after_linear(scheme.residual, split.of_k)
     widths = config.attention_width, config.num_kv_heads * config.head_size
-    of_q, of_k = (RMSNorm(width, scheme, inner, config.eps, dtype) for width in widths)
-    return of_q, of_k
+    q_norm, k_norm = (RMSNorm(*each, config.eps, dtype) for each in zip(widths, (scheme, scheme), layouts, strict=True))
+    return q_norm, k_norm
 
 
-def run_sharing_a_head(config: ModelConfig, context: Context, inner: Layout) -> Axis:
-    """The axis of consecutive ranks that hold pieces of one kv head; of size 1 where each rank holds whole heads.
+def _no_exchange(config: ModelConfig, context: Context) -> str:
+    """That contexts do not exchange heads of which ranks have unlike numbers."""
+    num_shards = context.columns(context.scheme.after_linear(context.residual)).size
+    fits = [heads for heads in divisors(config.heads) if heads % num_shards == 0]
+    return (
+        f"kv_heads {config.num_kv_heads} cannot be split evenly over {num_shards} shards of heads (grid "
+        f"{describe(context.grid.shape)}), as contexts that exchange heads need (context.kind = "
+        f"{context.contexts.options.kind!r}).\n"
+        f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, fits)) or 'none'}. "
+        'Or context.kind = "gather" or "ring", which leave heads where they are.'
+    )
 
-    Raises LayoutError, naming the values of kv_heads that fit, where kv heads can be split in neither way.
-    """
-    axes, columns = inner.dims[-1], 2 * config.head_size
-    grid, num_shards = context.grid.shape, context.columns(inner).size
 
-    def fits(groups: int) -> bool:
-        return groups % num_shards == 0 or (num_shards % groups == 0 and columns % (num_shards // groups) == 0)
-
-    if not fits(config.num_kv_heads):
-        values = [groups for groups in range(1, config.heads + 1) if config.heads % groups == 0 and fits(groups)]
-        raise LayoutError(
-            f"kv_heads {config.num_kv_heads} cannot be split over {'·'.join(axes)} = {num_shards} (grid {describe(grid)}).\n"
-            f"  Each rank holds whole kv heads, or one of equal pieces of a kv head's {columns} columns.\n"
-            f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, values))}."
-        )
-    return context.grid.contiguous_sub_axis(axes, max(1, num_shards // config.num_kv_heads))
+def pieces_of_a_head(columns: int, context: Context, inner: Layout) -> list[int]:
+    """The columns of k and v that each rank holds of one kv head which all share."""
+    sizes = [columns]
+    for axis in inner.dims[-1]:
+        sizes = [part for size in sizes for part in split_sizes(size, context.grid.shape[axis])]
+    return sizes
 
 
 def _stored(heads: Tensor, context: Context) -> Tensor:

@@ -14,6 +14,7 @@ from ...layout.layout import Layout, split_sizes
 from ..context import Context
 from ..context_parallel.positions import taken
 from ..parameter import ShardedModule, ShardedParameter, new_parameter
+from ..schemes.scheme import UnevenRows
 from .product_cache import ProductCache
 
 
@@ -50,7 +51,7 @@ class Embedding(ShardedModule):
     def _new_source(self, layout: Layout) -> PrefetchSource | None:
         return self.context.prefetch_source(self._weights)
 
-    def _new_product(self, layout: Layout, rows: int) -> Product:
+    def _new_product(self, layout: Layout, rows: int | UnevenRows) -> Product:
         return self.context.product(layout, "nt", rows, self.vocabulary, self.hidden, self._source(layout))
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -75,7 +76,11 @@ class Embedding(ShardedModule):
         return reduce_scatter(rows, part, 0, split_sizes(len(tokens), part.size))
 
     def head(
-        self, x: Tensor, layout: Layout | None = None, bias: ShardedParameter | None = None, rows: int | None = None
+        self,
+        x: Tensor,
+        layout: Layout | None = None,
+        bias: ShardedParameter | None = None,
+        rows: int | UnevenRows | None = None,
     ) -> Tensor:
         """This rank's block of the logits x·Wᵀ + bias.
 
@@ -84,7 +89,7 @@ class Embedding(ShardedModule):
         x : this rank's block of an activation in `layout`
         layout : default the residual stream's; or the scheme's `pooled`
         bias : a vector over v, or None
-        rows : the global number of rows, where the blocks of x may be uneven
+        rows : as in `Linear.forward`
         """
         context, layout = self.context, layout or self.context.residual
         rows = x.shape[:-1].numel() * context.rows(layout).size if rows is None else rows

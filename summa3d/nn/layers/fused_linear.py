@@ -11,6 +11,8 @@ from ...autograd.differentiable import Product
 from ...autograd.matmul import matmul
 from ...comm.topology import describe
 from ...errors import LayoutError
+from ...layout.layout import Layout, split_sizes
+from ..schemes.scheme import UnevenRows
 from .linear import KEPT_PRODUCTS, Linear
 from .product_cache import ProductCache
 
@@ -18,44 +20,44 @@ from .product_cache import ProductCache
 class FusedLinear:
     """Computes Y₁, Y₂, … = X·W₁, X·W₂, … as one product X·[W₁ W₂ …], for linear layers of one input; all have biases, or none.
 
-    Parameters
-    ----------
-    what : the name of the layers' width in an error
-    linears : the layers
-
     The blocks of the weights are interleaved as finely as Y's columns are split, so that each rank's block of Y is its own
-    blocks of Y₁, Y₂, … side by side. Words: those of one linear layer of n₁ + n₂ + … columns; no weight leaves its rank.
-    Workspace: a copy of the local weights. Raises LayoutError where a layer's columns cannot be split evenly.
+    blocks of Y₁, Y₂, … side by side: their items, such as heads, where axes split these unevenly. Words: those of one linear
+    layer of n₁ + n₂ + … columns; no weight leaves its rank. Workspace: a copy of the local weights.
+    Raises LayoutError where a layer's columns cannot be split evenly and the layers have unlike numbers of items.
     """
 
-    def __init__(self, what: str, *linears: Linear) -> None:
+    def __init__(self, *linears: Linear) -> None:
         first = linears[0]
         self.linears, self.context, self.layout = linears, first.context, first.input_layout
-        shape = self.context.grid.shape
+        shape, at = self.context.grid.shape, self.context.grid.coordinates
         num_shards = first.output_layout.num_shards(-1, shape)
-        for linear in linears:
-            if linear.n % num_shards:
-                raise LayoutError(_misfit(what, linear, num_shards))
-        self._widths = [linear.n // num_shards for linear in linears]
+        self._together = 1
+        if any(linear.n % (num_shards * linear.together) for linear in linears):
+            if not have_like_items(*linears):
+                raise LayoutError(_misfit(linears, num_shards))
+            self._together = sum(linear.together for linear in linears)
+        columns = (Layout(one.output_layout.dims[-1], grains=one.output_layout.grains[-1:]) for one in linears)
+        blocks = (layout.local_shape((linear.n,), shape, at) for layout, linear in zip(columns, linears, strict=True))
+        self._widths = [width for (width,) in blocks]
         self._runs = num_shards // first.weight.sharding.layout.num_shards(1, shape)
         self._ways = self.context.rows(self.layout).size
         self._source = self.context.prefetch_source(self._parts, self._side_by_side)
         self._product = ProductCache(self._new_product, KEPT_PRODUCTS)
         self._agreed: set[object] | None = None
 
-    def _new_product(self, rows: int) -> Product:
-        n = sum(linear.n for linear in self.linears)
-        found = self.context.product(self.layout, "nn", rows, n, self.linears[0].k, self._source)
+    def _new_product(self, rows: int | UnevenRows) -> Product:
+        n, k = sum(linear.n for linear in self.linears), self.linears[0].k
+        found = self.context.product(self.layout, "nn", rows, n, k, self._source, together=self._together)
         return found if self._agreed is None else found.agreeing_with(self._agreed)
 
     def compare_once(self) -> None:
         """As `Linear.compare_once`."""
         self._agreed = set()
 
-    def __call__(self, x: Tensor, rows: int | None = None) -> tuple[Tensor, ...]:
+    def __call__(self, x: Tensor, rows: int | UnevenRows | None = None) -> tuple[Tensor, ...]:
         """This rank's blocks of Y₁, Y₂, … for its block of X.
 
-        rows : the global number of rows, where the blocks of X may be uneven
+        rows : as in `Linear.forward`
         """
         rows = x.shape[:-1].numel() * self._ways if rows is None else rows
         joint = self.linears[0].vector_sum.joint
@@ -75,15 +77,26 @@ class FusedLinear:
         return [linear.weight for linear in self.linears]
 
     def _side_by_side(self, weights: Sequence[Tensor]) -> Tensor:
-        return torch.cat([weight.unflatten(1, (self._runs, -1)) for weight in weights], 2).flatten(1)
+        if self._together == 1:
+            return torch.cat([weight.unflatten(1, (self._runs, -1)) for weight in weights], 2).flatten(1)
+        if self._runs == 1:
+            return torch.cat([*weights], 1)
+        parts = zip(weights, self.linears, strict=True)
+        runs = [weight.split(split_sizes(weight.shape[1], self._runs, linear.together), 1) for weight, linear in parts]
+        return torch.cat([part for run in zip(*runs, strict=True) for part in run], 1)
 
 
-def _misfit(what: str, linear: Linear, num_shards: int) -> str:
-    axes = "·".join(linear.output_layout.dims[-1])
-    below = linear.n - linear.n % num_shards
-    fits = [value for value in (below, below + num_shards, below + 2 * num_shards) if value]
+def have_like_items(*linears: Linear) -> bool:
+    """Whether the outputs of linear layers have as many items that stay together, so that any split of one splits the others."""
+    return len({linear.n // linear.together for linear in linears}) == 1
+
+
+def _misfit(linears: Sequence[Linear], num_shards: int) -> str:
+    first = linears[0]
+    axes, columns = "·".join(first.output_layout.dims[-1]), " and ".join(str(linear.n) for linear in linears)
     return (
-        f"{what} {linear.n} cannot be split evenly over {axes} = {num_shards} (grid {describe(linear.context.grid.shape)}).\n"
-        f"  Two linear layers share one product here, so each must split into equal blocks of columns.\n"
-        f"  Values that fit: {', '.join(map(str, fits))}."
+        f"Linear layers of {columns} columns cannot be split over {axes} = {num_shards} "
+        f"(grid {describe(first.context.grid.shape)}).\n"
+        "  They share one product here, so each must split into equal blocks of columns, or all have as many.\n"
+        f"  Values that fit: multiples of {num_shards}."
     )

@@ -18,6 +18,7 @@ from ...layout.layout import Layout
 from ..context import Context
 from ..parameter import ShardedModule, new_parameter
 from ..schemes.registry import row_axes
+from ..schemes.scheme import UnevenRows
 from .joint_sums import VectorSum
 from .product_cache import ProductCache
 
@@ -38,6 +39,7 @@ class Linear(ShardedModule):
     dtype : of the parameters
     transposed : whether the product is of form nt with Wᵀ. In the 2-D scheme it moves Y's words instead of X's, fewer where
         n < k. The parameter is W in both cases; its block is transposed in each product.
+    together : how many of Y's columns stay together, such as those of a head, where axes split them unevenly
 
     ``forward(x)`` takes this rank's block of X and returns its block of Y, [b/(XY), s, k/Z] → [b/(XZ), s, n/Y] in the cuboid.
     After backward, W's gradient is complete on each rank, and b's is summed over the axes that split rows.
@@ -57,13 +59,14 @@ class Linear(ShardedModule):
         std: float = 0.02,
         dtype: torch.dtype = torch.float32,
         transposed: bool = False,
+        together: int = 1,
     ) -> None:
         super().__init__()
         layouts, self.context = scheme.scheme, scheme
-        self.k, self.n, self.transposed = k, n, transposed
+        self.k, self.n, self.transposed, self.together = k, n, transposed, together
         self.input_layout = layouts.residual if layout is None else Layout.of(layout)
-        self.output_layout = layouts.after_linear(self.input_layout)
-        stored = layouts.weight(self.input_layout, transposed)
+        self.output_layout = layouts.after_linear(self.input_layout, together)
+        stored = layouts.weight(self.input_layout, transposed, together)
         self.weight = new_parameter(scheme, stored, (k, n), ("normal", std), dtype, decay=True)
         vector = layouts.vector(self.output_layout)
         self.bias = new_parameter(scheme, vector, (n,), ("constant", 0.0), dtype, decay=False) if bias else None
@@ -76,9 +79,9 @@ class Linear(ShardedModule):
     def _weights(self) -> tuple[Tensor]:
         return (self.weight,)
 
-    def _new_product(self, rows: int) -> Product:
-        form = "nt" if self.transposed else "nn"
-        found = self.context.product(self.input_layout, form, rows, self.n, self.k, self._source, self.transposed)
+    def _new_product(self, rows: int | UnevenRows) -> Product:
+        form, layout = "nt" if self.transposed else "nn", self.input_layout
+        found = self.context.product(layout, form, rows, self.n, self.k, self._source, self.transposed, self.together)
         return found if self._agreed is None else found.agreeing_with(self._agreed)
 
     def compare_once(self) -> None:
@@ -88,12 +91,15 @@ class Linear(ShardedModule):
         """
         self._agreed = set()
 
-    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, rows: int | UnevenRows | None = None, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X; with `skip_bias_add` a pair, so that the next kernel adds b (bias fusion).
 
         Parameters
         ----------
-        rows : the global number of rows, where the blocks of X may be uneven; default local · num_shards
+        rows : the global number of rows, where the blocks of X may be uneven, in whole sequences as `Scheme.rows` has them;
+            default local · num_shards
         skip_bias_add : return (X·W, b), with b [n/Y], whose gradient backward all-reduces: the words are the same. On the host,
             whose product adds b in place, and without a bias, the pair is (Y, None).
         """
@@ -104,7 +110,7 @@ class Linear(ShardedModule):
             return self._times(x, rows, bias), None
         return self._times(x, rows, None), bias if self.vector_sum.joint else sum_gradient(bias, self.vector_sum.rows)
 
-    def _times(self, x: Tensor, rows: int | None, bias: Tensor | None) -> Tensor:
+    def _times(self, x: Tensor, rows: int | UnevenRows | None, bias: Tensor | None) -> Tensor:
         if not isinstance(x, Tensor) or x.dim() < 2:
             what = tuple(x.shape) if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise ShapeError(f"Linear takes a tensor [rows…, {self.k}] with at least 2 dims; it was given {what}.")
@@ -113,7 +119,7 @@ class Linear(ShardedModule):
                 f"The {self.context.scheme.name} scheme leaves ranks without a block, so Linear takes a block of a matrix "
                 f"[rows, {self.k}] and the global number of rows; it was given {tuple(x.shape)} and rows={rows}."
             )
-        if rows is not None and not is_whole(rows):
+        if rows is not None and not isinstance(rows, UnevenRows) and not is_whole(rows):
             raise ShapeError(f"Linear takes the global number of rows as a whole number; it was given {rows!r}.")
         rows = x.shape[:-1].numel() * self._row_shards if rows is None else rows
         weight = self.weight.t() if self.transposed and not self.context.sharded else self.weight

@@ -13,6 +13,7 @@ from ...autograd.function import Function, once_differentiable
 from ...layout.layout import Layout
 from ..config import ModelConfig
 from ..context import Context
+from ..schemes.scheme import UnevenRows
 from .bias_fusion import bias_activation
 from .fused_linear import FusedLinear
 from .linear import Linear
@@ -46,7 +47,9 @@ class MLP(nn.Module):
         transposed = scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, self.up.output_layout, std=out_std, dtype=dtype, transposed=transposed)
 
-    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, rows: int | UnevenRows | None = None, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y without b2, b2), as in Linear."""
         return self.down(bias_activation(*self.up(x, rows, skip_bias_add=True), form=self.activation), rows, skip_bias_add)
 
@@ -74,7 +77,6 @@ class GatedMLP(nn.Module):
     fused : whether X·W_gate and X·W_up are one product (`FusedLinear`), which gathers X once, and keeps a copy of both weights
 
     The activation keeps its two outputs and nothing else.
-    Raises LayoutError where f cannot be split evenly over the axes that split the columns.
     """
 
     def __init__(
@@ -93,12 +95,14 @@ class GatedMLP(nn.Module):
         self.up = Linear(hidden, width, scheme, layout, bias=False, std=std, dtype=dtype)
         inner, transposed = self.up.output_layout, scheme.scheme.spec.transposed_down
         self.down = Linear(width, hidden, scheme, inner, bias=False, std=out_std, dtype=dtype, transposed=transposed)
-        self.joined = FusedLinear("ffn", self.gate, self.up) if fused else None
+        self.joined = FusedLinear(self.gate, self.up) if fused else None
 
-    def forward(self, x: Tensor, rows: int | None = None, skip_bias_add: bool = False) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, rows: int | UnevenRows | None = None, skip_bias_add: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """This rank's block of Y for its block of X, or with `skip_bias_add` the pair (Y, None).
 
-        rows : the global number of rows, where the blocks of X may be uneven
+        rows : as in `Linear.forward`
         """
         if self.joined is None:
             gate, up = self.gate(x, rows), self.up(x, rows)

@@ -307,14 +307,17 @@ class LanguageModel(Body):
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of the next tokens: final norm, head, and cross entropy."""
         head = self.output()
-        return self.loss(head.head(self.norm(x)), inputs["labels"], head.logits_layout, self.config.vocabulary, batch.count)
+        rows = self.context.scheme.rows(batch.rows, batch.sequence)
+        logits = head.head(self.norm(x), rows=rows)
+        return self.loss(logits, inputs["labels"], head.logits_layout, self.config.vocabulary, batch.count)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """The global logits [b, s, v] of every position, on every rank. The arguments are those of `forward`."""
         inputs, head = given(tokens=tokens, attention_mask=attention_mask, documents=documents), self.output()
         batch = self.batch_of(inputs)
-        return self.whole_logits(head.head(self.norm(self.encoded(inputs, batch))), head.logits_layout, batch)
+        rows = self.context.scheme.rows(batch.rows, batch.sequence)
+        return self.whole_logits(head.head(self.norm(self.encoded(inputs, batch)), rows=rows), head.logits_layout, batch)
 
     @torch.no_grad()
     def next_logits(self, tokens: Tensor) -> Tensor:

@@ -125,10 +125,11 @@ class BERT(Body):
     def _token_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → [b/(XZ), s, v/Y]."""
         context, inner = self.context, self.transform.output_layout
-        x = self.transform_norm(bias_activation(*self.transform(x, skip_bias_add=True), form="gelu"))
+        rows = context.scheme.rows(batch.rows, batch.sequence)
+        x = self.transform_norm(bias_activation(*self.transform(x, rows, skip_bias_add=True), form="gelu"))
         shape = (batch.rows, batch.sequence, self.config.hidden)
         x = context.as_stored(relayout(context.batch_first(x), shape, context.grid, inner, context.residual))
-        return self.embedding.head(x, bias=self.head_bias)
+        return self.embedding.head(x, bias=self.head_bias, rows=rows)
 
     def _relation_logits(self, x: Tensor, batch: Batch) -> Tensor:
         """[b/(XY), s, h/Z] → this rank's block of [b, 2]."""

@@ -33,7 +33,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         out_std = 0.02 / math.sqrt(2 * config.layers)
-        self.hidden, self.post_norm = config.hidden, config.architecture.post_norm
+        self.hidden, self.post_norm, self._context = config.hidden, config.architecture.post_norm, scheme
         self.attention_norm = new_norm(config, scheme, dtype=dtype)
         self.attention = new_attention(config, scheme, name, out_std, dtype)
         self.mlp_norm = new_norm(config, scheme, dtype=dtype)
@@ -62,7 +62,7 @@ class Block(nn.Module):
         if self.moe is not None:
             return self.moe(x, batch), None
         assert self.mlp is not None, "a block has experts or a feed-forward layer"
-        return self.mlp(x, skip_bias_add=True)
+        return self.mlp(x, self._context.scheme.rows(batch.rows, batch.sequence), skip_bias_add=True)
 
     def _add(self, dropout: Dropout, branch: tuple[Tensor, Tensor | None], batch: Batch, residual: Tensor) -> Tensor:
         """residual + dropout(branch + its last bias); on a device one kernel (bias fusion)."""

@@ -89,7 +89,7 @@ class ViT(Body):
         whole = (batch.rows, batch.sequence, self.patches.k)
         rows, _, pixels = self.patches.input_layout.slices(whole, grid.shape, grid.coordinates)
         flat = self._flattened(images[rows])[..., pixels].to(self.patches.weight.dtype)
-        x = self.patches(context.as_stored(flat))
+        x = self.patches(context.as_stored(flat), context.scheme.rows(batch.rows, batch.sequence))
         first = torch.arange(batch.sequence, device=images.device).expand(batch.rows, -1) == 0
         vector = context.broadcast_vector(self.class_token, context.residual, self.config.hidden)
         token = sum_gradient(vector, context.vector_rows(context.residual))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...comm.topology import OUTER
@@ -12,7 +12,7 @@ from ...gemm.algorithms.plan import ProductPlan
 from ...layout.layout import Layout
 from ..config import ModelConfig
 from .registry import SCHEME_SPECS, SchemeSpec, is_sequence_fine, row_axes
-from .validate import check_grid, check_sizes, check_vectors
+from .validate import EVENLY_SPLIT, check_grid, check_sizes, check_vectors
 
 SCHEMES = tuple(SCHEME_SPECS)
 
@@ -33,6 +33,19 @@ class Lookup:
     gathered: tuple[str, ...]
     part: tuple[str, ...]
     copies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnevenRows:
+    """The rows of an activation that axes split unevenly: `batch` sequences of `sequence` positions, of which none is parted."""
+
+    batch: int
+    sequence: int
+
+    @property
+    def total(self) -> int:
+        """How many rows they are."""
+        return self.batch * self.sequence
 
 
 @dataclass(frozen=True)
@@ -89,13 +102,19 @@ class Scheme:
         """The form of a feed-forward layer's down projection: "nn", or "nt" with its weight's transpose."""
         return "nt" if self.spec.transposed_down else "nn"
 
-    def plan(self, layout: Layout, form: str, m: int, n: int, k: int) -> ProductPlan:
+    def plan(self, layout: Layout, form: str, m: int | UnevenRows, n: int, k: int, columns: int = 1) -> ProductPlan:
         """The plan of C (m×n): the product of an activation in `layout` with a weight ("nn") or a table ("nt").
 
+        m : the rows; as `UnevenRows` they are whole sequences and positions. columns : of C, those that stay together.
         Raises LayoutError where the scheme has no product for that layout.
         """
+        rows = m if isinstance(m, int) else m.total
         try:
-            return self.spec.plan(layout, form, m, n, k)
+            plan = self.spec.plan(layout, form, rows, n, k)
+            if isinstance(m, int) and columns == 1 and not layout.grains:
+                return plan
+            of_rows = () if isinstance(m, int) else (m.sequence, -m.sequence if is_sequence_fine(layout) else m.sequence)
+            return replace(plan, grains=(of_rows, (columns, columns), layout.grains[-1] if layout.grains else ()))
         except ValueError as error:  # an axis more or less than those of its activations
             raise LayoutError(
                 f"The {self.name} scheme has no product for an activation in layout {layout}; its residual stream has "
@@ -109,34 +128,54 @@ class Scheme:
         sizes = zip(layouts, forms, config.matrices, strict=True)
         return [self.plan(layout, form, rows, n, k) for layout, form, (k, n) in sizes]
 
-    def after_linear(self, layout: Layout) -> Layout:
-        """The layout of a linear layer's output for an input in `layout`."""
-        c_layout = self.plan(layout, "nn", 1, 1, 1).c_layout
+    def after_linear(self, layout: Layout, together: int = 1) -> Layout:
+        """The layout of a linear layer's output for an input in `layout`. together : columns of it that stay together"""
+        c_layout = self.plan(layout, "nn", 1, 1, 1, together).c_layout
         rows, columns = c_layout.dims
         names = layout.names and (*layout.names[:-1], "n")
         if is_sequence_fine(layout):
-            return Layout(rows[:1], rows[1:], columns, names=names)
-        return Layout(rows, *((),) * (len(layout.dims) - 2), columns, root_only=c_layout.root_only, names=names)
+            found = Layout(rows[:1], rows[1:], columns, names=names)
+        else:
+            found = Layout(rows, *((),) * (len(layout.dims) - 2), columns, root_only=c_layout.root_only, names=names)
+        return found.grained(*((),) * (len(layout.dims) - 1), c_layout.grains[1]) if c_layout.grains else found
 
-    def weight(self, layout: Layout, transposed: bool = False) -> Layout:
+    def weight(self, layout: Layout, transposed: bool = False, together: int = 1) -> Layout:
         """The layout of the weight [k, n] of a linear layer whose input has `layout`.
 
-        transposed : whether the product is with the weight's transpose (form nt)
+        transposed : whether the product is with the weight's transpose (form nt). together : columns that stay together
         """
-        return self.table(layout).transposed() if transposed else self.plan(layout, "nn", 1, 1, 1).b_layout
+        if transposed:
+            return self.table(layout, together).transposed()
+        return self.plan(layout, "nn", 1, 1, 1, together).b_layout
 
-    def table(self, layout: Layout) -> Layout:
+    def table(self, layout: Layout, together: int = 1) -> Layout:
         """The layout of an embedding table [v, h] (the tied head, form nt) for a residual stream in `layout`."""
-        return self.plan(layout, "nt", 1, 1, 1).b_layout
+        return self.plan(layout, "nt", 1, 1, 1, together).b_layout
 
     def vector(self, layout: Layout) -> Layout:
         """The stored layout of a vector along the last dim of an activation in `layout`."""
-        rows, columns = row_axes(layout), layout.dims[-1]
+        rows, columns, grains = row_axes(layout), layout.dims[-1], layout.grains[-1:]
         if self.vectors == "root-only":
-            return Layout(columns, root_only=rows)
+            return Layout(columns, root_only=rows, grains=grains)
         if self.vectors == "diagonal":
-            return Layout((*columns, rows[0]), root_only=rows[1:], follows={rows[1]: columns[0]})
-        return Layout(columns, root_only=layout.root_only)
+            return Layout((*columns, rows[0]), root_only=rows[1:], follows={rows[1]: columns[0]}, grains=grains)
+        return Layout(columns, root_only=layout.root_only, grains=grains)
+
+    def whole_columns(self, items: int, size: int, layout: Layout | None = None) -> int:
+        """How many columns of a linear layer's output stay together, where its items of `size` columns do.
+
+        1 where the axes that split the columns divide the items: then any balanced split keeps them whole.
+        layout : of the layer's input; default the residual stream's
+        """
+        columns = self.after_linear(self.residual if layout is None else layout)
+        return size if items % columns.num_shards(-1, self.shape) else 1
+
+    def rows(self, batch: int, sequence: int) -> UnevenRows | None:
+        """The rows of an activation where blocks of them differ; None where axes divide batch and sequence."""
+        outer, inner = self.residual, self.after_linear(self.residual)
+        splits = ((batch, outer, 0), (batch, inner, 0), (sequence, outer, 1))
+        even = all(size % layout.num_shards(dim, self.shape) == 0 for size, layout, dim in splits)
+        return None if even else UnevenRows(batch, sequence)
 
     @property
     def lookup(self) -> Lookup:
@@ -153,18 +192,29 @@ class Scheme:
         return Layout(row_axes(self.residual), self.residual.dims[-1])
 
     def check(self, config: ModelConfig, batch: int, sequence: int | None = None) -> None:
-        """Raise LayoutError where a dim cannot be split as the scheme needs: on every rank alike, before any communication.
+        """Raise LayoutError where a model cannot run on the grid: on every rank alike, before any communication.
 
-        `batch` and `sequence` are the global b and s of one micro-batch; s defaults to the model's. Batch, heads and the dims
-        that the residual stream splits must split evenly; all other dims may be uneven.
+        `batch` and `sequence` are the global b and s of one micro-batch; s defaults to the model's. Those of a model with experts
+        must split evenly: ranks that exchange tokens tell each other the counts of as many sequences.
         """
         if self.spec.limits:
             raise LayoutError(
                 f"The {self.name} scheme runs single layers, such as nn.MLP, not whole models: {self.spec.limits}.\n"
                 f"  Schemes for models: {', '.join(spec.name for spec in SCHEME_SPECS.values() if not spec.limits)}."
             )
+        if config.num_experts:
+            self.check_even(config, batch, sequence, ("batch", "sequence"))
+
+    def check_even(
+        self, config: ModelConfig, batch: int, sequence: int | None = None, dims: Collection[str] = EVENLY_SPLIT
+    ) -> None:
+        """Raise LayoutError, naming values and grids that fit, where ranks would hold unlike parts of a dim.
+
+        `batch` and `sequence` are the global b and s of one micro-batch; s defaults to the model's. A model runs all the same, in
+        whole sequences, positions and heads, of which some ranks hold one more than others, or none.
+        """
         inner = self.after_linear(self.residual)
-        check_sizes(self.spec, inner, self.shape, config, batch, config.sequence if sequence is None else sequence)
+        check_sizes(self.spec, inner, self.shape, config, batch, config.sequence if sequence is None else sequence, dims)
 
 
 def spec_of(name: str) -> SchemeSpec:

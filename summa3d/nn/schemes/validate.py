@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -33,8 +33,12 @@ class Need:
         return self.size % self.num_shards(shape) == 0
 
 
+EVENLY_SPLIT = ("batch", "sequence", "heads", "hidden")
+"""The dims that `needs` lists."""
+
+
 def needs(spec: SchemeSpec, inner: Layout, config: ModelConfig, batch: int, sequence: int) -> list[Need]:
-    """List the dims that must split evenly: batch and heads in attention, and the dims that the residual stream splits."""
+    """List the dims that split evenly where ranks have like parts: of attention, and those that the residual stream splits."""
     outer = spec.residual
 
     def split(dim: str, axes: tuple[str, ...]) -> str:
@@ -51,10 +55,16 @@ def needs(spec: SchemeSpec, inner: Layout, config: ModelConfig, batch: int, sequ
 
 
 def check_sizes(
-    spec: SchemeSpec, inner: Layout, shape: Mapping[str, int], config: ModelConfig, batch: int, sequence: int
+    spec: SchemeSpec,
+    inner: Layout,
+    shape: Mapping[str, int],
+    config: ModelConfig,
+    batch: int,
+    sequence: int,
+    dims: Collection[str] = EVENLY_SPLIT,
 ) -> None:
-    """Raise LayoutError where a dim cannot be split as the scheme needs; the error names values and grids that fit."""
-    wanted = needs(spec, inner, config, batch, sequence)
+    """Raise LayoutError where axes split one of `dims` into unlike parts; the error names values and grids that fit."""
+    wanted = [need for need in needs(spec, inner, config, batch, sequence) if need.dim in dims]
     need = next((need for need in wanted if not need.met(shape)), None)
     if need is None:
         return
