@@ -45,8 +45,8 @@ NOTES = {
     "bert": "Bidirectional; token types; norms after the residual sums; exact GELU. `labels` are the true tokens where they are "
     "masked; `relation` says whether the second sentence follows (0) or not (1).",
     "llama": "Rotary positions in the half-split order, RMSNorm, SwiGLU, no biases, a head of its own unless `tied_head`. "
-    "q and kv, gate and up, are one product each. The axes that split columns must divide the kv heads, or be a multiple of "
-    "them: then each rank holds a piece of a head, and those that share it gather it. f must be a multiple of those axes.",
+    "q and kv, gate and up, are one product each. Each rank holds whole kv heads with their query heads, as evenly as they come; "
+    "where kv heads divide the ranks, each rank holds a piece of a head, and those that share it gather it.",
     "mixtral": "A llama whose feed-forward layers are E experts, J from 0; each token goes to the k = `experts_per_token` that "
     "its router scores best, ties to the lower number, weighted by their scores divided by the sum of these. `balance` and "
     "`moe.z_loss` add router losses to the loss of training. An expert's weights lie as those of a feed-forward layer.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import lcm
 
 from ...comm.topology import OUTER
 from ...errors import LayoutError
@@ -172,10 +173,15 @@ class Scheme:
 
     def rows(self, batch: int, sequence: int) -> UnevenRows | None:
         """The rows of an activation where blocks of them differ; None where axes divide batch and sequence."""
+        of_batch, of_sequence = self._row_shards
+        return None if batch % of_batch == sequence % of_sequence == 0 else UnevenRows(batch, sequence)
+
+    @cached_property
+    def _row_shards(self) -> tuple[int, int]:
+        """Into what batch and sequence split, of the residual stream and within a branch."""
         outer, inner = self.residual, self.after_linear(self.residual)
-        splits = ((batch, outer, 0), (batch, inner, 0), (sequence, outer, 1))
-        even = all(size % layout.num_shards(dim, self.shape) == 0 for size, layout, dim in splits)
-        return None if even else UnevenRows(batch, sequence)
+        of_batch = lcm(*(layout.num_shards(0, self.shape) for layout in (outer, inner)))
+        return of_batch, outer.num_shards(1, self.shape)
 
     @property
     def lookup(self) -> Lookup:
