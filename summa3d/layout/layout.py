@@ -193,19 +193,6 @@ class Layout:
         trimmed = [grain[: len(axes)] for grain, axes in zip(grains, self.dims, strict=True)]
         return self._with(self.dims, self.names, grains=trimmed)
 
-    def without(self, axis: str) -> Layout:
-        """The layout of the blocks that the ranks of `axis`, which splits a dim last, hold together.
-
-        >>> Layout("m:(x,y) k:z").without("y")
-        Layout('m:x k:z')
-        """
-        kept = [[level for level, name in enumerate(axes) if name != axis] for axes in self.dims]
-        dims = [tuple(axes[level] for level in levels) for axes, levels in zip(self.dims, kept, strict=True)]
-        if not self.grains:
-            return Layout(*dims, names=self.names)
-        grains = [[*(grain[level] for level in levels[: len(grain)])] for grain, levels in zip(self.grains, kept, strict=True)]
-        return Layout(*dims, names=self.names, grains=grains)
-
     def _with(
         self,
         dims: tuple[tuple[str, ...], ...],
@@ -306,6 +293,20 @@ class Layout:
         """Into how many parts `dim` is split."""
         held = dict(self.at)
         return prod(len(held[axis]) if axis in held else grid_shape[axis] for axis in self.dims[dim])
+
+
+def without(layout: Layout, axis: str) -> Layout:
+    """The layout of the blocks that the ranks of `axis`, which splits a dim last, hold together.
+
+    >>> without(Layout("m:(x,y) k:z"), "y")
+    Layout('m:x k:z')
+    """
+    kept = [[level for level, name in enumerate(axes) if name != axis] for axes in layout.dims]
+    dims = [tuple(axes[level] for level in levels) for axes, levels in zip(layout.dims, kept, strict=True)]
+    if not layout.grains:
+        return Layout(*dims, names=layout.names)
+    grains = [[grain[level] for level in levels if level < len(grain)] for grain, levels in zip(layout.grains, kept, strict=True)]
+    return Layout(*dims, names=layout.names, grains=grains)
 
 
 def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:

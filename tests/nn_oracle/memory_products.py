@@ -17,7 +17,7 @@ from summa3d.gemm.algorithms.plan import ProductPlan
 from summa3d.gemm.algorithms.summa import SummaPlan
 from summa3d.gemm.cost import per_rank
 from summa3d.gemm.cost.volume import block_words
-from summa3d.layout.layout import Layout
+from summa3d.layout.layout import Layout, without
 from summa3d.nn.context import Context
 
 
@@ -113,7 +113,7 @@ def _gathered(
     shape, at, keep = context.grid.shape, context.grid.coordinates, not context.regather
 
     def moved(layout: Layout, axis: str, extents: tuple[int, ...], fine: int, own: int) -> _Moved:
-        whole = word * block_words(layout.without(axis), extents, shape, at)
+        whole = word * block_words(without(layout, axis), extents, shape, at)
         return _Moved(shape[axis], own, whole, bool(fine), axis in staged, device and word > 2, word == 2 and not device)
 
     of_a = moved(plan.a_layout, plan.y, plan.a_shape, plan.a_fine, a)

@@ -258,7 +258,7 @@ def test_the_copy_of_a_checkpoint_is_held_where_one_is_written_while_steps_go_on
 @pytest.mark.parametrize(
     ("assignments", "error", "words"),
     [
-        (["train.batch=6"], LayoutError, "batch 6"),
+        (["train.batch=6", "model.family=mixtral"], LayoutError, "batch 6"),
         (["scheme=summa"], GridError, "summa"),
         (["scheme=oned"], GridError, "y=8"),
     ],

@@ -9,7 +9,7 @@ from math import prod
 
 from ...comm.device.arrays import share
 from ...dtypes import HALVES
-from ...layout.layout import Coordinates, Layout
+from ...layout.layout import Coordinates, Layout, without
 from ..local.blas import adds_in_place
 
 GridShape = Mapping[str, int]
@@ -71,7 +71,7 @@ def gather(layout: Layout, shape: tuple[int, ...], axis: str, grid_shape: GridSh
     size = grid_shape[axis]
     if size == 1:
         return Cost(0, 0)
-    gathered = block_words(layout.without(axis), shape, grid_shape, at)
+    gathered = block_words(without(layout, axis), shape, grid_shape, at)
     return Cost(gathered - block_words(layout, shape, grid_shape, at), size - 1, gathered)
 
 

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...dtypes import Dtype
-from ...layout.layout import Coordinates, split_range
+from ...layout.layout import Coordinates, split_range, without
 from ..algorithms.ca25d import Ca25dPlan
 from ..algorithms.cuboid import CuboidPlan
 from ..algorithms.oned import OnedPlan, with_alone
@@ -104,7 +104,7 @@ def steps_of(plan: SummaPlan | OnedPlan, grid_shape: GridShape, at: Coordinates,
         else:
             found.append(MovedStep(words(*from_row, cut.width * k), (cut.width, n, k), (rows - 1) * n * cut.width // rows))
     if isinstance(plan, Ca25dPlan) or (isinstance(plan, TesseractPlan) and form == "tn"):
-        depth, copy = grid_shape[plan.d], prod(plan.c_layout.without(plan.d).local_shape(plan.c_shape, grid_shape, at))
+        depth, copy = grid_shape[plan.d], prod(without(plan.c_layout, plan.d).local_shape(plan.c_shape, grid_shape, at))
         found.append(MovedStep((), (0, 0, 0), (1 if stays else 2) * (depth - 1) * copy // depth))
     return found
 
