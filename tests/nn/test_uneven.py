@@ -12,6 +12,8 @@ from plain_gpt import PlainGPT
 from plain_llama import PlainLlama
 from serial_runs import FEW, check_against_serial
 
+from summa3d.dry.rank_classes import classes
+from summa3d.dry.step import Setting
 from summa3d.nn import ModelConfig, build, scheme
 
 GPT = ModelConfig(layers=2, hidden=91, heads=7, ffn=53, sequence=11, vocabulary=101, dropout=0.1, attention_dropout=0.2)
@@ -51,6 +53,13 @@ def test_loss_and_every_raw_gradient_equal_plain_torch(make_grid, world_size, co
             lambda m: m.loss(tokens, labels, 4, 5),
             1e-10,
         )
+
+
+def test_ranks_of_unlike_heads_are_of_two_classes_where_all_columns_are_even() -> None:
+    model = replace(LLAMA, kv_heads=7, ffn=56, vocabulary=96, sequence=12)
+    assert classes(Setting(model, 4, "oned", {"y": 2})) == {0: 1, 1: 1}
+    assert classes(Setting(replace(model, kv_heads=1), 4, "oned", {"y": 2})) == {0: 1, 1: 1}
+    assert classes(Setting(replace(model, hidden=96, heads=8, kv_heads=8), 4, "oned", {"y": 2})) == {0: 2}
 
 
 SIZES = {"model__heads": 7, "model__hidden": 91, "model__ffn": 53, "model__sequence": 11, "train__batch": 20, **FEW}
