@@ -51,7 +51,7 @@ class Algorithm:
     @property
     def options(self) -> tuple[str, ...]:
         """The plan's keywords that are no axes, whose names are longer than those of roles and sizes."""
-        return tuple(field.name for field in fields(self.plan) if len(field.name) > 1 and field.name != "form")
+        return tuple(field.name for field in fields(self.plan) if len(field.name) > 1 and field.name not in ("form", "grains"))
 
     def grids(self, ranks: int) -> list[dict[str, int]]:
         """The grids of exactly this many ranks that it can use."""
