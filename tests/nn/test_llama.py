@@ -16,7 +16,7 @@ from torch import Tensor
 from summa3d.errors import GridError, LayoutError
 from summa3d.nn import ModelConfig, build, scheme
 from summa3d.nn.context_parallel.options import ContextOptions
-from summa3d.nn.layers.rotary import angles_of
+from summa3d.nn.layers.rotary import Rotary, angles_of
 
 # 12 heads of 6, 4 or 2 kv heads; f is a multiple of every axis used here; v and s are primes.
 CONFIG = ModelConfig(
@@ -174,3 +174,10 @@ def test_a_run_of_an_axis_is_its_consecutive_members(make_grid):
     assert grid.contiguous_sub_axis(("y",), 3) is run
     with pytest.raises(GridError, match="1, 2, 3, 6"):
         grid.contiguous_sub_axis(("y",), 4)
+
+
+def test_a_dry_run_computes_no_rotary_tables():
+    rotary: Any = Rotary(16, ModelConfig(family="llama", hidden=32, heads=2))
+    rotary.angles = range(8)  # of which there is a number, and no multiple
+    tables = rotary._table((range(7), range(9, 12)), torch.bfloat16, torch.device("meta"))
+    assert {(one.shape, one.dtype, one.device.type) for one in tables} == {((10, 8), torch.bfloat16, "meta")}

@@ -61,7 +61,10 @@ class Rotary:
         self._table = ProductCache(self._new_table, 4)
 
     def _new_table(self, runs: tuple[range, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The cosines and sines of runs of positions, [positions, d/2] each."""
+        """The cosines and sines of runs of positions, [positions, d/2] each; of a dry run, copies of nothing, not computed."""
+        if device.type == "meta":
+            nothing = torch.zeros((), dtype=torch.float64, device="cpu").expand(sum(map(len, runs)), len(self.angles))
+            return nothing.to(device, dtype), nothing.to(device, dtype)
         angles = indices(runs, torch.device("cpu"))[:, None] * self.angles
         return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
