@@ -66,7 +66,7 @@ def test_a_dry_run_takes_a_configuration_a_model_or_a_path_and_a_grid_in_place_o
         ("y=2", {"schem": "oned"}, ConfigError, "scheme"),
         ("y=2", {"train": {"bath": 3}}, ConfigError, "train.batch"),
         ("y=2", {"ranks_per_node": 0}, ConfigError, "ranks per node is 0"),
-        ("y=5", {"scheme": "oned"}, LayoutError, "heads"),
+        ("cp=2", {"model": {"sequence": 31}}, LayoutError, "sequence 31 cannot be split over cp"),
         ("z=2", {"scheme": "summa"}, GridError, "summa"),
     ],
 )

@@ -135,7 +135,7 @@ def test_a_dry_run_says_what_each_rank_would_hold_and_needs_neither_ranks_nor_fo
     assert (found["ranks"], found["scheme"]) == (8, "cuboid") and found["bytes"]["peak"] > found["bytes"]["parameters"]
     table = summa3d(*arguments).stdout
     assert all(term in table for term in found["bytes"]) and f"{found['bytes']['peak'] / 2**20:,.2f}" in table
-    done = summa3d(*arguments, "--set", "train.batch=6")
+    done = summa3d(*arguments, "--set", "train.batch=6", "--set", "model.family=mixtral")
     assert done.returncode != 0 and "LayoutError" in done.stderr and "Traceback" not in done.stderr
 
 
@@ -164,7 +164,7 @@ def test_without_a_grid_one_is_chosen_and_chosen_again_on_other_ranks(tmp_path: 
     assert text.stdout.startswith("ab") and text.stderr.count("summa3d generate: scheme summa, grid x=3,y=1: ") == 1, text.stderr
     other = summa3d("train", "--run", run, "--resume", "--set", "grid.x=5")
     assert other.returncode != 0 and "--set grid.x=1 --set grid.y=1 gives the run another grid." in other.stderr
-    refused = summa3d("launch", "-n", 5, "train", "demo", "--run", tmp_path / "other", *words)
+    refused = summa3d("launch", "-n", 5, "train", "demo", "--run", tmp_path / "other", *words, "--set", "scheme=serial")
     assert refused.returncode != 0 and "GridError: No grid of 5 ranks fits" in refused.stderr
     assert "Traceback" not in refused.stderr and not (tmp_path / "other").exists()
 
@@ -172,7 +172,7 @@ def test_without_a_grid_one_is_chosen_and_chosen_again_on_other_ranks(tmp_path: 
 UNFIT = [
     ("grid.x=3", ["GridError", "x=3,y=1,z=1", "2 ranks", "x=2,y=1,z=1"]),
     ("train.step=3", ["ConfigError", "'train.step'", "'train.steps'"]),
-    ("train.batch=7", ["LayoutError", "batch 7", "x·y = 2", "6, 8"]),
+    ("train.batch=7 model.family=mixtral", ["LayoutError", "batch 7", "x·y = 2", "6, 8"]),
     ("data.path=nowhere", ["DataError", "'nowhere'", "does not exist"]),
 ]
 
@@ -180,7 +180,8 @@ UNFIT = [
 def test_an_error_is_printed_once_for_all_ranks_before_training_starts(tmp_path: Path) -> None:
     """The last one is that of one rank, of which the others are told."""
     words = settings(write_corpus(tmp_path / "corpus.txt"), grid__x=2)
-    lines = [["train", "demo", "--run", tmp_path / "run", *words, "--set", change] for change, _ in UNFIT]
+    changes = [[word for one in change.split() for word in ("--set", one)] for change, _ in UNFIT]
+    lines = [["train", "demo", "--run", tmp_path / "run", *words, *change] for change in changes]
     ended = jobs.commands(lines, 2)
     for line, done, (_, parts) in zip(lines, ended, UNFIT, strict=True):
         if line is lines[-1]:
