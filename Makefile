@@ -52,9 +52,10 @@ $(VENV)/.tools: setup.py constraints.txt
 	$(call install,$(TOOLS))
 	@touch $(VENV)/.installed $@
 
-demo: $(VENV)/.installed  ## train a byte-level GPT on 8 CPU ranks: minutes
-	$(BIN)/summa3d launch -n 8 train demo --run runs/demo --overwrite \
+demo: $(VENV)/.installed  ## train a GPT whose samples are words on 8 CPU ranks: minutes
+	$(BIN)/summa3d launch -n 8 train demo-words --run runs/demo-words --overwrite \
 	    --set scheme=cuboid --set grid.x=2 --set grid.y=2 --set grid.z=2
+	$(BIN)/python bench/sample_words.py runs/demo-words
 
 ifeq ($(MPI),system)
 test:

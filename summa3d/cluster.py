@@ -56,7 +56,7 @@ DEVICE = {
     "layers.launch": Range(0, 0.1, "seconds", "Python of a product or an element-wise operation of a layer", 0.0),
     "collectives.launch": Range(0, 0.1, "seconds", "start of a collective"),
     "collectives.chunk": Range(1, 1e9, "bytes", "what a broadcast's chain forwards at a time", 524288.0),
-    "host.slots": Range(0, 1e4, "ranks", "ranks of a node that have a core each; more share them; 0 for devices", 0.0, True),
+    "host.slots": Range(0, 1e6, "ranks", "ranks of a node that have a core each; more share them; 0 for devices", 0.0, True),
     "host.shared": Range(
         0, 1, "1 (yes) or 0 (no)", "ranks of a node communicate by copies in its memory, as a trace has", 0.0, True
     ),
@@ -130,6 +130,11 @@ class Cluster:
     def node(self) -> int:
         """Ranks of the innermost level."""
         return self.levels[0].size
+
+    @property
+    def assumed(self) -> bool:
+        """Whether no rate of its products has been measured, or is from a source."""
+        return all(number.source == "assumed" for key, number in self.numbers.items() if key.startswith("peak."))
 
     def ranks_per_node(self, ranks: int) -> int:
         """How many of `ranks` ranks communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""

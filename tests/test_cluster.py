@@ -58,6 +58,11 @@ def test_the_shipped_clusters() -> None:
     ]
 
 
+def test_a_server_describes_cores_and_no_devices() -> None:
+    """A job that `plan --write` makes for it is then one of CPU ranks; each has a core, however many there are."""
+    assert load("server")["host.slots"] and load("server").crowding(1 << 19) == 1.0
+
+
 def test_a_file_is_read_by_its_path(tmp_path: Path) -> None:
     file = tmp_path / "here.toml"
     file.write_text(Path(load.__code__.co_filename).with_name("clusters").joinpath("selene.toml").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import preemption
-from ..errors import ConfigError, DataError, GridError
+from ..errors import ConfigError, DataError, GridError, Summa3dError
 from ..figures import FORMATS
 from ..files import whole
 from ..launcher.runtime import leave_core, threads_are_free
@@ -34,6 +34,8 @@ TEAM_PRODUCT = 1 << 24
 """m·n·k of a product that is worth a team of threads: about a millisecond of one core."""
 TRACED = (3, 5)
 """The steps that --trace writes by default."""
+PRICED_SECONDS = 20
+"""Seconds of training from which a run's end says what the planner predicted: pricing it takes a second or more itself."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -213,6 +215,7 @@ def run(args: argparse.Namespace) -> int:
     """Train, print the summary on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
 
+    from ..comm.nodes import Nodes
     from ..train import config as configuration
     from ..train.data import corpus
     from ..train.on_root import on_root
@@ -254,9 +257,11 @@ def run(args: argparse.Namespace) -> int:
     if config.train.signal:
         preemption.listen(config.train.signal)
     summary = train(config, MPI.COMM_WORLD, folder, resumes, args.overwrite, traced, ranges_for(args))
-    preempted = "preempted" in summary
-    if MPI.COMM_WORLD.rank == 0 and (args.json or not preempted):
-        print(json.dumps(summary) if args.json else report(summary), flush=True)
+    preempted, nodes = "preempted" in summary, Nodes.of(MPI.COMM_WORLD)
+    if MPI.COMM_WORLD.rank == 0 and args.json:
+        print(json.dumps(summary), flush=True)
+    elif MPI.COMM_WORLD.rank == 0 and not preempted:
+        print(report(summary, beside_prediction(config, summary, max(nodes.ranks), min(nodes.cores))), flush=True)
     return preemption.STATUS if preempted else 0
 
 
@@ -417,8 +422,33 @@ def _draw_grids(config: Config, args: argparse.Namespace) -> None:
     print(f"written: {args.plot}", file=sys.stderr)
 
 
-def report(summary: dict[str, Any]) -> str:
-    """The summary of a run as text: the sample, then loss, speed, use of the cores, peak memory and the path of the plot."""
+def beside_prediction(config: Config, summary: Mapping[str, Any], ranks_per_node: int, cores: int) -> str:
+    """One line: the mean measured step of a run beside the planner's price of its configuration; empty for a short run.
+
+    cores : of a node
+    """
+    from ..plan.grids import seconds_of
+    from ..plan.pick import cluster_for
+
+    if summary["training_seconds"] < PRICED_SECONDS or not summary["steps_taken"]:
+        return ""
+    measured = f"a step took {summary['step_seconds'] / summary['steps_taken']:.2g} s"
+    try:
+        cluster = cluster_for(summary["device"], summary["ranks"], ranks_per_node, cores)
+        if cluster is None:
+            return f"{measured}; not predicted: no cluster describes this device (`summa3d bench calibrate --write` measures it)"
+        predicted = seconds_of(config, cluster)
+    except Summa3dError as error:
+        return f"{measured}; not predicted: {str(error).partition(chr(10))[0]}"
+    assumed = ", an assumed machine" if cluster.assumed else ""
+    return f"{measured}, predicted {predicted:.2g} s on cluster {cluster.name}{assumed}"
+
+
+def report(summary: dict[str, Any], prediction: str = "") -> str:
+    """The summary of a run as text: the sample, then loss, speed, use of the cores, peak memory and the path of the plot.
+
+    prediction : a line behind the speed; empty for none
+    """
     from ..train.metrics import CoreTime
 
     memory, on_devices = summary["peak_memory_bytes"] / MEBI, summary["peak_device_bytes"] / MEBI
@@ -428,6 +458,7 @@ def report(summary: dict[str, Any]) -> str:
         f"validation loss {_number(summary['validation_loss'], '.4f')}",
         f"{summary['training_seconds']:.1f} s of training · {_number(summary['tokens_per_second'], ',.0f')} tokens/s · "
         f"{summary['words_per_rank']:,} words moved per rank and step",
+        *([prediction] if prediction else []),
         f"{used}{for_a_core(summary)} · peak memory of all ranks {memory:,.0f} MiB"
         + (f", of their devices {on_devices:,.0f} MiB" if on_devices else ""),
     ]

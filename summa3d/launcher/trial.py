@@ -50,7 +50,7 @@ def cluster_here(cluster: Cluster, ranks: int, say: Callable[[str], None]) -> Cl
     if not cluster["host.slots"]:
         raise ConfigError(
             f"--try runs plans on CPU ranks of this machine, and {cluster.name} describes devices. Clusters of CPU ranks: host; "
-            "here, once `summa3d bench calibrate --write` has measured this machine; or a file with host.slots."
+            "server; here, once `summa3d bench calibrate --write` has measured this machine; or a file with host.slots."
         )
     if cluster.node and ranks > cluster.node:
         raise ConfigError(

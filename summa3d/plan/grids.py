@@ -166,13 +166,25 @@ def _outside(config: Config) -> dict[str, Any]:
     return {key: value for key, value in toml.dump(config.grid).items() if key in ("order", "check")}
 
 
+def seconds_of(config: Config, cluster: Cluster) -> float:
+    """The predicted seconds of a step of a configuration on its own grid.
+
+    Raises LayoutError and GridError for ragged sizes that fit a scheme's layers, and not the planner.
+    """
+    return _priced(config, Times(cluster, Exact(), config.train))
+
+
 def _seconds(config: Config, times: Times) -> float | None:
     """The predicted seconds; None for ragged sizes that fit a scheme's layers, and not the planner."""
-    inner = {axis: size for axis, size in config.grid.axes.items() if axis not in OUTER}
     try:
-        return times.seconds(plan_of(config, SchemeChoice(config.scheme, inner, 0), times.cluster))
+        return _priced(config, times)
     except (LayoutError, GridError):
         return None
+
+
+def _priced(config: Config, times: Times) -> float:
+    inner = {axis: size for axis, size in config.grid.axes.items() if axis not in OUTER}
+    return times.seconds(plan_of(config, SchemeChoice(config.scheme, inner, 0), times.cluster))
 
 
 def _total(amounts: Mapping[str, Mapping[str, int]]) -> int:

@@ -108,8 +108,7 @@ def pick(
     fastest = min(seconds for seconds, *_ in fitting)
     seconds, _, best = next(one for one in fitting if one[0] <= EQUAL * fastest)
     grid = best.choice.grid | ({"dp": best.config.grid.dp} if chosen else {})
-    assumed = all(number.source == "assumed" for key, number in cluster.numbers.items() if key.startswith("peak."))
-    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(found), assumed)
+    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(found), cluster.assumed)
 
 
 def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridCandidate]:

@@ -22,7 +22,10 @@ import jobs
 import pytest
 from small_runs import assignments, metrics_of, write_corpus
 
-from summa3d.cli.train import report
+from summa3d.cli.train import beside_prediction, report
+from summa3d.plan.grids import seconds_of
+from summa3d.plan.pick import host
+from summa3d.train import config as configuration
 
 PATIENCE = 300.0
 
@@ -94,6 +97,20 @@ def test_resume_needs_no_configuration_and_json_is_one_line(trained: tuple[Path,
     again = summa3d("train", "--run", folder / "run", "--resume", "--set", "train.steps=8")
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout == f"nothing to do: {folder / 'run'} has taken its 8 steps; raise train.steps to continue\n"
+
+
+def test_a_runs_end_sets_the_predicted_beside_the_measured_step(
+    trained: tuple[Path, subprocess.CompletedProcess[str]],
+) -> None:
+    folder, _ = trained
+    summary = {**json.loads((folder / "run/summary.json").read_text()), "steps_taken": 8, "step_seconds": 4.0}
+    config, long = configuration.load(str(folder / "run/config.toml")), {**summary, "training_seconds": 20.0}
+    line, price = beside_prediction(config, long, 1, 2), seconds_of(config, host(1, 2, "measured"))
+    assert line == f"a step took 0.5 s, predicted {price:.2g} s on cluster host, an assumed machine" and line in report(
+        long, line
+    )
+    assert beside_prediction(config, {**long, "training_seconds": 19.0}, 1, 2) == ""
+    assert "not predicted: no cluster describes this device" in beside_prediction(config, {**long, "device": "cuda"}, 1, 2)
 
 
 def test_resume_without_a_run_names_the_runs_that_there_are(
