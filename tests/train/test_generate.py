@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,24 +59,23 @@ def test_a_model_sees_as_many_of_the_last_tokens_as_it_has_positions(monkeypatch
     assert seen == [(b"abcde" + bytes(count))[-8:] for count in range(6)]
 
 
-def continued(folder: Path, comm: Any, **options: Any) -> str:
+def continued(folder: Path, comm: Any, of: Sequence[dict[str, Any]]) -> list[str]:
     model, plan, settings, tokenizer = generate.load(folder, comm)
-    text = generate.sample(model, plan, settings.model, tokenizer, "abc d", 12, **options)
+    texts = [generate.sample(model, plan, settings.model, tokenizer, "abc d", 12, **options) for options in of]
     plan.grid.free()
-    return text
+    return texts
 
 
 @pytest.mark.mpi(sizes=(8,))
 def test_the_grid_of_a_run_continues_a_prompt_as_one_rank_does(comm: Any, shared_tmp_path: Path) -> None:
     train_small(comm, shared_tmp_path, grid__x=2, grid__y=2, grid__z=2, train__steps=6)
-    folder, texts = shared_tmp_path / "run", []
-    for options in ({"seed": 5}, {"seed": 6}, {"temperature": 0.0}, {"top_k": 3, "temperature": 1.5}):
-        text = continued(folder, comm, **options)
-        assert comm.allgather(text) == [text] * comm.size
-        assert text.startswith("abc d") and len(text.encode(errors="replace")) >= 17
-        texts.append(text)
-        if comm.rank == 0:
-            assert continued(folder, MPI.COMM_SELF, **options) == text
+    folder = shared_tmp_path / "run"
+    every: list[dict[str, Any]] = [{"seed": 5}, {"seed": 6}, {"temperature": 0.0}, {"top_k": 3, "temperature": 1.5}]
+    texts = continued(folder, comm, every)
+    assert comm.allgather(texts) == [texts] * comm.size
+    assert all(text.startswith("abc d") and len(text.encode(errors="replace")) >= 17 for text in texts)
+    if comm.rank == 0:
+        assert continued(folder, MPI.COMM_SELF, every) == texts
     assert texts[0] != texts[1]
 
     part = comm.Split(color=0 if comm.rank < 2 else MPI.UNDEFINED)

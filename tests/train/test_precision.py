@@ -55,7 +55,7 @@ def test_16_bit_runs_reach_the_loss_of_float32_within_2_percent(comm: Any, share
             folder.mkdir()
         comm.Barrier()
         changes = {**grid_of(comm.size), "dtype": dtype, "train__steps": 12, "train__learning_rate": 0.02}
-        changes |= {"train__accumulate": 1, "train__keep": 0}
+        changes |= {"train__accumulate": 1, "train__keep": 0, "train__evaluate_every": 12}
         found[dtype] = train_small(comm, folder, **changes)
         if comm.rank == 0 and comm.size == 8:
             carried = found[dtype]["bytes_by_dtype"]
