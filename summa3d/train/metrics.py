@@ -2,8 +2,9 @@
 
 Keys of a line: step, loss, grad_norm, learning_rate, tokens_per_second, seconds, words_per_rank (the largest over ranks),
 model_flops_per_second and mfu (see `StepWork`), arithmetic_share and idle_share; where words were moved, communication_share,
-waited_seconds and exposed_communication (see `CoreTime`); where they exist, validation_loss, samples (texts), loss_scale and
-skipped_steps; of a mixture, by layer of experts, expert_tokens (of each expert) and expert_entropy (1 where all have as many).
+waited_seconds and exposed_communication (see `CoreTime`), and words_by_axis (of rank 0); where they exist, validation_loss,
+samples (texts), loss_scale and skipped_steps; of a mixture, by layer of experts, expert_tokens (of each expert) and
+expert_entropy (1 where all have as many).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import resource
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, log
@@ -58,6 +60,7 @@ class StepMetrics:
     loss_scale: float | None = None
     skipped_steps: int | None = None
     expert_tokens: list[list[int]] | None = None
+    words_by_axis: dict[str, int] | None = None
 
 
 class Stopwatch:
@@ -72,7 +75,13 @@ class Stopwatch:
     def __init__(self, ledger: Ledger, threads: int) -> None:
         self._ledger = ledger
         self._cpu = time.thread_time if threads == 1 else time.process_time
-        self._start = self._now()
+        self._start, self._words = self._now(), self._by_axis()
+
+    def _by_axis(self) -> Counter[str]:
+        found = Counter[str]()
+        for row in self._ledger.rows():
+            found[row.axis] += row.amounts.words
+        return found
 
     def _now(self) -> np.ndarray:
         total = self._ledger.total()
@@ -84,6 +93,7 @@ class Stopwatch:
         passed = [float(amount) for amount in self._now() - self._start]
         step.seconds, step.words, step.arithmetic_seconds, step.communication_seconds = passed[0], round(passed[1]), *passed[2:4]
         step.waited_seconds = max(passed[4], 0.0)
+        step.words_by_axis = dict(self._by_axis() - self._words) or None
 
 
 @dataclass(frozen=True)
@@ -296,7 +306,7 @@ def line(step: StepMetrics, words: int, core_time: CoreTime) -> dict[str, Any]:
         "words_per_rank": words,
         **core_time.entries(),
     }
-    optional = ("validation_loss", "samples", "loss_scale", "skipped_steps", "expert_tokens")
+    optional = ("words_by_axis", "validation_loss", "samples", "loss_scale", "skipped_steps", "expert_tokens")
     entry |= {name: value for name in optional if (value := getattr(step, name)) is not None}
     return entry if step.expert_tokens is None else {**entry, "expert_entropy": entropies(step.expert_tokens)}
 

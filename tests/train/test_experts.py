@@ -160,6 +160,10 @@ def test_a_dry_run_given_the_runs_own_counts_moves_the_words_of_its_ledger(
     )
     dry = run_dry(setting, training_of(config))
     assert lines_of(dry) == lines_moved(moved)
+    by_axis = {
+        axis: sum(row.amounts.words for row in moved.rows if row.axis == axis) for axis in {row.axis for row in moved.rows}
+    }
+    assert step.words_by_axis == {axis: words for axis, words in by_axis.items() if words} and "ep" in step.words_by_axis
     even = run_dry(replace(setting, load=None), training_of(config))
     assert comm.allreduce(even.words() != dry.words()) > 0
 

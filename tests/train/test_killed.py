@@ -30,7 +30,7 @@ RANKS = 2
 ENDS_WITHIN = 50.0
 PATIENCE = 300.0
 MEASURED = (
-    *("tokens_per_second", "seconds", "words_per_rank"),
+    *("tokens_per_second", "seconds", "words_per_rank", "words_by_axis"),
     *("arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"),
     *("model_flops_per_second", "mfu"),
 )

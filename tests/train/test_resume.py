@@ -23,7 +23,7 @@ from summa3d.train.prepare import prepare, rule_before, write_config
 
 GRIDS = {1: (1, 1, 1), 2: (1, 2, 1), 8: (2, 2, 2)}
 MEASURED = (
-    *("tokens_per_second", "seconds", "words_per_rank"),
+    *("tokens_per_second", "seconds", "words_per_rank", "words_by_axis"),
     *("arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"),
     *("model_flops_per_second", "mfu"),
 )
