@@ -131,11 +131,6 @@ class Cluster:
         """Ranks of the innermost level."""
         return self.levels[0].size
 
-    @property
-    def assumed(self) -> bool:
-        """Whether no rate of its products has been measured, or is from a source."""
-        return all(number.source == "assumed" for key, number in self.numbers.items() if key.startswith("peak."))
-
     def ranks_per_node(self, ranks: int) -> int:
         """How many of `ranks` ranks communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""
         return min(ranks, self.node or ranks) if self["host.shared"] else 1

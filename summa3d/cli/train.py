@@ -428,7 +428,7 @@ def beside_prediction(config: Config, summary: Mapping[str, Any], ranks_per_node
     cores : of a node
     """
     from ..plan.grids import seconds_of
-    from ..plan.pick import cluster_for
+    from ..plan.pick import cluster_for, is_assumed
 
     if summary["training_seconds"] < PRICED_SECONDS or not summary["steps_taken"]:
         return ""
@@ -440,7 +440,7 @@ def beside_prediction(config: Config, summary: Mapping[str, Any], ranks_per_node
         predicted = seconds_of(config, cluster)
     except Summa3dError as error:
         return f"{measured}; not predicted: {str(error).partition(chr(10))[0]}"
-    assumed = ", an assumed machine" if cluster.assumed else ""
+    assumed = ", an assumed machine" if is_assumed(cluster) else ""
     return f"{measured}, predicted {predicted:.2g} s on cluster {cluster.name}{assumed}"
 
 

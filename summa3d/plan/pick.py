@@ -108,7 +108,12 @@ def pick(
     fastest = min(seconds for seconds, *_ in fitting)
     seconds, _, best = next(one for one in fitting if one[0] <= EQUAL * fastest)
     grid = best.choice.grid | ({"dp": best.config.grid.dp} if chosen else {})
-    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(found), cluster.assumed)
+    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(found), is_assumed(cluster))
+
+
+def is_assumed(cluster: Cluster) -> bool:
+    """Whether no rate of a cluster's products has been measured, or is from a source."""
+    return all(number.source == "assumed" for key, number in cluster.numbers.items() if key.startswith("peak."))
 
 
 def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridCandidate]:
