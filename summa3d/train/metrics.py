@@ -15,7 +15,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,7 +51,7 @@ class StepMetrics:
     learning_rate: float
     tokens: int
     seconds: float = 0.0
-    words: int = 0
+    words_by_axis: dict[str, int] = field(default_factory=dict)
     arithmetic_seconds: float = 0.0
     communication_seconds: float = 0.0
     waited_seconds: float = 0.0
@@ -60,7 +60,6 @@ class StepMetrics:
     loss_scale: float | None = None
     skipped_steps: int | None = None
     expert_tokens: list[list[int]] | None = None
-    words_by_axis: dict[str, int] | None = None
 
 
 class Stopwatch:
@@ -86,14 +85,13 @@ class Stopwatch:
     def _now(self) -> np.ndarray:
         total = self._ledger.total()
         inside, wall = total.cpu_seconds, time.perf_counter()
-        return np.array([wall, total.words, self._cpu() - inside, inside, total.seconds - inside])
+        return np.array([wall, self._cpu() - inside, inside, total.seconds - inside])
 
     def stop(self, step: StepMetrics) -> None:
         """Write the seconds and words since the start into `step`."""
         passed = [float(amount) for amount in self._now() - self._start]
-        step.seconds, step.words, step.arithmetic_seconds, step.communication_seconds = passed[0], round(passed[1]), *passed[2:4]
-        step.waited_seconds = max(passed[4], 0.0)
-        step.words_by_axis = dict(self._by_axis() - self._words) or None
+        step.seconds, step.arithmetic_seconds, step.communication_seconds = passed[0], *passed[1:3]
+        step.waited_seconds, step.words_by_axis = max(passed[3], 0.0), dict(self._by_axis() - self._words)
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,8 @@ class MetricsWriter:
     def post(self, step: StepMetrics) -> None:
         """Complete the step in flight, and start the gather of this rank's counters of `step`."""
         self.flush()
-        self._mine[:] = step.words, step.arithmetic_seconds, step.communication_seconds, step.waited_seconds
+        words = sum(step.words_by_axis.values())
+        self._mine[:] = words, step.arithmetic_seconds, step.communication_seconds, step.waited_seconds
         self._pending = step, self.comm.Igather(self._mine, self._all, root=0)
 
     def flush(self) -> None:
@@ -306,7 +305,8 @@ def line(step: StepMetrics, words: int, core_time: CoreTime) -> dict[str, Any]:
         "words_per_rank": words,
         **core_time.entries(),
     }
-    optional = ("words_by_axis", "validation_loss", "samples", "loss_scale", "skipped_steps", "expert_tokens")
+    entry |= {"words_by_axis": step.words_by_axis} if step.words_by_axis else {}
+    optional = ("validation_loss", "samples", "loss_scale", "skipped_steps", "expert_tokens")
     entry |= {name: value for name in optional if (value := getattr(step, name)) is not None}
     return entry if step.expert_tokens is None else {**entry, "expert_entropy": entropies(step.expert_tokens)}
 

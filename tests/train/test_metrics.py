@@ -28,10 +28,11 @@ from summa3d.train.utilization import StepWork
 KEYS = ["step", "loss", "grad_norm", "learning_rate", "tokens_per_second", "seconds", "words_per_rank"]
 SHARES = ["arithmetic_share", "communication_share", "idle_share", "waited_seconds", "exposed_communication"]
 RATES = ["model_flops_per_second", "mfu"]
+WORDS = ["words_by_axis"]
 
 
 def step(number: int, **changes: Any) -> StepMetrics:
-    usual = {"step": number, "loss": 1 / 3, "grad_norm": 0.1, "learning_rate": 1e-3, "tokens": 64, "seconds": 2.0, "words": 5}
+    usual = {"step": number, "loss": 1 / 3, "grad_norm": 0.1, "learning_rate": 1e-3, "tokens": 64, "seconds": 2.0}
     return StepMetrics(**(usual | changes))
 
 
@@ -44,12 +45,15 @@ def test_the_learning_rate_of_older_metrics_is_found_by_its_name_of_today(tmp_pa
 def test_a_line_holds_the_largest_words_and_floats_in_full(comm: Any, shared_tmp_path: Path) -> None:
     recorder = MetricsWriter(shared_tmp_path / "metrics.jsonl", comm, resumed_at=0, work=StepWork(flops=3e9, peak=6e9))
     spent = {"arithmetic_seconds": 0.25, "communication_seconds": 0.125, "waited_seconds": 0.5 + comm.rank}
-    recorder.post(step(1, words=10 + comm.rank, **spent))
-    recorder.post(step(2, words=10 - comm.rank, **spent, validation_loss=2 / 3))
+    recorder.post(step(1, words_by_axis={"y": 4, "z": 6 + comm.rank}, **spent))
+    recorder.post(step(2, words_by_axis={"z": 10 - comm.rank}, **spent, validation_loss=2 / 3))
     recorder.close()
     comm.Barrier()
     lines = [json.loads(text) for text in (shared_tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [list(line) for line in lines] == [[*KEYS, *SHARES, *RATES], [*KEYS, *SHARES, *RATES, "validation_loss"]]
+    assert [list(line) for line in lines] == [
+        [*KEYS, *SHARES, *RATES, *WORDS],
+        [*KEYS, *SHARES, *RATES, *WORDS, "validation_loss"],
+    ]
     assert [line["words_per_rank"] for line in lines] == [10 + comm.size - 1, 10]
     assert (lines[0]["loss"], lines[1]["validation_loss"], lines[0]["tokens_per_second"]) == (1 / 3, 2 / 3, 32.0)
     if comm.rank == 0:
@@ -108,7 +112,7 @@ def test_the_cores_time_is_arithmetic_communication_and_the_rest() -> None:
 @pytest.mark.parametrize("words", [0, 5])
 def test_the_progress_line_says_where_the_cores_time_went(capsys: pytest.CaptureFixture[str], words: int) -> None:
     with Progress(3, speak=True) as progress:
-        progress.step(step(3, words=words), CoreTime.of(2, 1.0, words, 1, (0.5, 0.125, 0.25), StepWork(2e9, 8e9)))
+        progress.step(step(3, words_by_axis={"x": words}), CoreTime.of(2, 1.0, words, 1, (0.5, 0.125, 0.25), StepWork(2e9, 8e9)))
     said = capsys.readouterr().err
     assert said.startswith("step 3/3 100% · 0:00 left · loss 0.3333 · 32 tok/s · MFU 25%")
     assert said.endswith("2.0 Gflop/s\n") and ("communication 38%" in said) == (words > 0) == ("communication" in said)
@@ -173,7 +177,7 @@ def test_the_stopwatch_leaves_communication_out_of_arithmetic(clock: FakeClock, 
     clock.passes(2, cpu=1)
     ledger.line("all_gather", "x", "float64").add(Amounts(words=3, seconds=0.5, cpu_seconds=0.125))
     stopwatch.stop(done)
-    assert (done.words, done.seconds, done.arithmetic_seconds) == (3, 2, 0.875)
+    assert (done.words_by_axis, done.seconds, done.arithmetic_seconds) == ({"x": 3}, 2, 0.875)
     assert (done.communication_seconds, done.waited_seconds) == (0.125, 0.375)
 
 
