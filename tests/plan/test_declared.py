@@ -121,8 +121,8 @@ def test_what_shares_a_rows_positions_divides_tokens_and_no_rows(axis: OuterAxis
     sharing = axis._replace(splits_rows=False, choices={})
     for one, unit in ((sharing, 1), (axis._replace(choices={}), 2)):
         era = Era(("oned",), (("none", False),), (1,), ("1f1b",), (one,))
-        (table,) = columns(Space(MODEL, 2, 4, "bfloat16", "cuda", (8,), era=era, fixed={"y": 1}), Counter())
-        inner = next(found for found in table.inners if found.outer)
+        tables = columns(Space(MODEL, 2, 4, "bfloat16", "cuda", (8,), era=era, fixed={"y": 1}), Counter())
+        table, inner = next((table, found) for table in tables for found in table.inners if found.outer)
         assert inner.outer == (("ep", 2),) and inner.unit == unit and inner.copies == 2
         row = int((table.inner == table.inners.index(inner)).nonzero()[0][0])
         assert table.share[row] == table.units[row] * unit / 2 and table.copies[row] == 2

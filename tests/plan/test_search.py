@@ -267,6 +267,31 @@ def test_bounds_hold_for_every_scheme_and_for_weights_that_replicas_share(cache:
         bounds_hold(bounds, plan, [*tiles(plan, SPACE.nodes)])
 
 
+@pytest.mark.parametrize("kind", ["gather", "ring", "heads"])
+def test_bounds_of_contexts_are_those_of_their_kind_and_hold(cache: Path, kind: str) -> None:
+    """Beside an axis of the scheme and a pipeline, and where replicas share weights, and layers are computed again."""
+    bounds = Bounds(Times(CLUSTER, Store()))
+    model = replace(MODEL, family="llama", hidden=2048, heads=16, sequence=65536)
+    of = replace(inner("oned-sp", 1, y=2), model=model, outer=(("cp", 4),), options=(("context.kind", kind),))
+    for plan in (
+        Plan(of, 2, 2, 1, 1, 3, 1),
+        Plan(
+            replace(of, scheme="cuboid", axes=(("x", 2), ("y", 1), ("z", 1)), unit=2, recompute="full", replicas=8),
+            2,
+            1,
+            1,
+            1,
+            3,
+            3,
+        ),
+    ):
+        held = bounds_hold(bounds, plan, [*tiles(plan, SPACE.nodes)])
+        era = Era((), ((plan.inner.recompute, False),), (plan.zero,))
+        rows = PlanTable(era, [plan.inner], [OuterGrid(0, plan.dp, plan.pp, 0, 1, 1, plan.micro_batches)])
+        assert float(bounds.bytes(rows, np.array([0]), (0, 0))[1][0]) > 0.85 * held
+        assert bounds.placed(plan, [plan])[0] > 0.78 * bounds.times.estimate(plan)
+
+
 @pytest.mark.parametrize(("zero", "micro_batches"), [(1, 4), (2, 2), (2, 4), (2, 8), (3, 4)])
 def test_the_bytes_and_words_of_a_plan_are_those_of_its_dry_run(cache: Path, zero: int, micro_batches: int) -> None:
     from summa3d.train.dry_run import predict

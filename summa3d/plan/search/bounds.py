@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...nn.schemes.products import OPERANDS, B, Numeric, alone
 from ...nn.schemes.registry import SERIAL, row_axes
+from ...parallel.outer import SEARCHED
 from ...train.config import master_dtype
 from ..cells import BLOCK
 from ..price import CHAINS, Prices, move
@@ -25,6 +26,8 @@ from .timing import CELLS, Times
 
 MARGIN = 0.95
 """Of what one rank alone does element by element, and saves, that no scheme does without: some fuse or leave out a copy."""
+SEVERAL = 4
+"""Rows at which cells of a grid of one rank are asked for: where half a row's heads are no integer, lines are of two."""
 MANY = 2**30
 """Words of a message whose time is all volume."""
 
@@ -103,6 +106,18 @@ def kept(
     return saved + operands + weights, owed + operands + gradients
 
 
+class AloneKeeps(NamedTuple):
+    """What one rank alone holds beside its blocks' saved inputs: its share of these is what a rank of a grid holds at least.
+
+    states : elements of the first stage's and of the last stage's own parameters, and of a tied table. head : bytes that the last
+    stage saves beside its blocks. top : bytes that backward of a block takes for a while
+    """
+
+    states: tuple[int, int, int]
+    head: Numeric
+    top: Numeric
+
+
 def _together(every: Iterable[Moved]) -> list[Moved]:
     """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
     found: dict[object, Moved] = {}
@@ -113,17 +128,37 @@ def _together(every: Iterable[Moved]) -> list[Moved]:
     return list(found.values())
 
 
+class AloneMove(NamedTuple):
+    """Communications along a further axis that a grid of one rank waits for: bytes at no rows, and for each row."""
+
+    axis: str
+    name: str
+    many: int
+    still: int
+    row: float
+
+
 class SingleRankWork(NamedTuple):
     """What one rank alone does in a cell, in both passes, besides the products of a block's weights.
 
     launched : seconds of launches. row : seconds for each row of a micro-batch. still : seconds at no rows. cubes : (how many,
-    m·n·k of a row) of products whose sizes on a grid are not known.
+    m·n·k of a row) of products whose sizes on a grid are not known. moves : along axes that split sequences, of a block
     """
 
     launched: float
     still: float
     row: float
     cubes: tuple[tuple[int, float], ...]
+    moves: tuple[AloneMove, ...]
+
+
+SPLIT_SEQUENCES = frozenset(axis.name for axis in SEARCHED if not axis.splits_rows)
+"""Further axes whose ranks take other positions of the same rows."""
+
+
+def contexts(inner: StageGrid) -> int:
+    """Ranks of further axes that share a row of a micro-batch."""
+    return prod(size for axis, size in inner.outer if axis in SPLIT_SEQUENCES)
 
 
 class Bounds:
@@ -131,7 +166,7 @@ class Bounds:
 
     def __init__(self, times: Times) -> None:
         self.times, self.cluster = times, times.cluster
-        self._alone: dict[tuple[str, bool, str, float], SingleRankWork] = {}
+        self._alone: dict[object, SingleRankWork] = {}
         self._rates: dict[object, tuple[float, float, float]] = {}
         self._blocks: dict[object, float] = {}
         self._work: dict[object, tuple[dict[str, Numeric], float, list[Moved]]] = {}
@@ -143,7 +178,7 @@ class Bounds:
         inner, zero, dp = rows.inner_of(saving, int(at[0])), rows.era.zero[saving[1]], rows.copies[at]
         moments = 2 if self.times.train.optimizer == "adamw" else 1
         sizes, size, ranks = {axis: column[at] for axis, column in rows.sizes.items()}, rows.share[at], rows.ranks[at]
-        experts, of_experts = rows.experts[at], dp // rows.groups[at]
+        experts, of_experts, own = inner.own_experts, dp // inner.expert_groups, size * contexts(inner)
 
         def each(copies: Any) -> Any:
             kinds, place = np.unique(copies, return_inverse=True)
@@ -152,36 +187,49 @@ class Bounds:
         dense = sum(one.holding(0).words(B, sizes, size) for one in inner.products)
         routed = sum(one.holding(experts).words(B, sizes, size) for one in inner.products) - dense
         layer = dense * each(dp) + routed * each(of_experts)
-        alone = [self._alone_keeps(inner, zero, way, size, dp, experts) for way in PASSES[:2]]
+        alone = [self._alone_keeps(inner, zero, way, own, dp) for way in PASSES[:2]]
+        (enter, leave, tied), head, top = self._beside(inner, zero, own)
         saved, owed = kept(inner, sizes, size * inner.model.sequence, alone, experts)
         states, held = 0.0 * layer, 0.0 * layer
-        for layers, flying, waiting in rows.heaviest[:, :, at]:
+        for layers, flying, waiting, heads, is_first, is_last in rows.heaviest[:, :, at]:
             kinds = [(layers * dense, dp), (layers * routed, of_experts)]
             alike = [(layers * (dense + routed), dp)]  # of which one is shared out to fewer buckets
             sums: Any = 0.0
             if zero == 2:
                 several = (summed(inner, one, ranks, np.maximum(0, rows.micro_batches[at] - flying))[0] for one in (kinds, alike))
                 sums = MARGIN * np.where(of_experts < dp, *several)
-            states = np.maximum(states, layers * layer)
-            held = np.maximum(held, layers * layer + flying * saved + waiting * owed + sums)
+            ends = (is_first * enter + is_last * (leave + tied * (1 - is_first))) / ranks * each(dp)
+            states = np.maximum(states, layers * layer + ends)
+            flown = flying * saved + waiting * owed + (heads * head + np.maximum(0, top - is_last * head)) / ranks
+            held = np.maximum(held, layers * layer + ends + flown + sums)
         return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
-    def _alone_keeps(self, inner: StageGrid, zero: int, way: str, rows: Numeric, dp: Numeric, experts: Numeric = 1) -> Kept:
-        """What a block keeps at least of a micro-batch on one rank alone after a pass, less what replicas share of it.
+    def _alone_keeps(self, inner: StageGrid, zero: int, way: str, rows: Numeric, dp: Numeric) -> Kept:
+        """What a block keeps at least of so many rows on one rank alone after a pass, less what replicas share of it.
 
-        experts : of a layer, on the rank, which has its share of what does not grow with rows.
+        That are copies of weights, of which contexts have those that one rank has.
         """
-        part = experts / max(1, inner.model.num_experts) if inner.model.num_experts else 1.0
 
-        def of(replicas: int) -> tuple[int, int]:
-            passes = self._cells(inner, replicas).passes
-            net = [piece.net for one in PASSES[: PASSES.index(way) + 1] for piece in passes[one] if piece.cell == BLOCK]
-            return sum(line.base for line in net), sum(line.slope for line in net)
+        def of(inner: StageGrid, replicas: int = 1) -> tuple[float, float]:
+            cells, unit = self._cells(inner, replicas)
+            net = [piece.net for one in PASSES[: PASSES.index(way) + 1] for piece in cells.passes[one] if piece.cell == BLOCK]
+            return sum(line.base for line in net), unit * sum(line.slope for line in net)
 
-        base, slope = of(1)
+        base, slope = of(inner)
         if zero == 3:
-            base, slope = (one - 2 * (one - two) * (1 - 1 / dp) for one, two in zip((base, slope), of(2), strict=True))
-        return Kept(MARGIN * (part * base + slope * rows), part * base)
+            inner = replace(inner, outer=tuple(one for one in inner.outer if one[0] not in SPLIT_SEQUENCES), options=())
+            both, groups = 2 * inner.copies, inner.expert_groups
+            most = np.maximum(*((1 - many / dp) / (1 - many / both) for many in (1, groups)))
+            base -= most * (of(inner)[0] - of(inner, 2)[0])
+        return Kept(MARGIN * (base + slope * rows), base)
+
+    def _beside(self, inner: StageGrid, zero: int, rows: Numeric) -> AloneKeeps:
+        """What one rank alone holds beside what its blocks save of so many rows."""
+        cells, unit = self._cells(inner)
+        head = sum(one.net.at(unit * rows) for one in cells.passes["F"] if one.cell == LEAVE)
+        shared = cells.elements[BLOCK] * dtype_of(inner.dtype).nbytes if zero == 3 else 0  # gradients, until replicas sum them
+        top = 0.0 if inner.split else np.maximum(0.0, MARGIN * _top(cells, unit * rows) - shared)
+        return AloneKeeps((cells.elements[ENTER], cells.elements[LEAVE], cells.elements["tied"]), MARGIN * head, top)
 
     # -- seconds
 
@@ -193,14 +241,15 @@ class Bounds:
         """
         inner, sizes = rows.inner_of(saving, int(at[0])), {axis: column[at] for axis, column in rows.sizes.items()}
         shards = rows.copies[at] if rows.era.zero[saving[1]] == 3 else 1
-        around = rows.experts[at], rows.groups[at]
-        parts, elements = self._computed(inner, sizes, rows.share[at], shards, rows.total, around)
+        parts, elements, beside = self._computed(inner, sizes, rows.share[at], shards, rows.total)
         split = _split(inner, parts, elements, rows.chunks[at])
-        every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence, rows.experts[at])]
+        every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence, inner.own_experts)]
         ports, streams = self._anywhere(sizes, every)
         parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
+        fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
+        around = *beside, *_dispatched(inner, rows.share[at], rows.ranks[at])
+        parts[BLOCK] = parts[BLOCK] + fastest * sum(one.size for one in around)
         if rows.era.zero[saving[1]] == 3:
-            fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
             gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
             parts[BLOCK] = parts[BLOCK] + fastest * gathered
         first, last, least, both = (column[at] for column in rows.layers)
@@ -211,12 +260,9 @@ class Bounds:
         key = plan.inner, plan.units
         if key not in self._work:
             shape, share = plan.inner.shape, plan.rows / plan.inner.copies
-            experts, groups = plan.inner.own_experts, plan.inner.expert_groups
-            computed = self._computed(
-                plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp, (experts, groups)
-            )
-            every = [*moved(plan.inner, shape, share * plan.inner.model.sequence, experts), *_dispatched(plan.inner, share)]
-            self._work[key] = *computed, _together(every)
+            *computed, beside = self._computed(plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp)
+            within = moved(plan.inner, shape, share * plan.inner.model.sequence, plan.inner.own_experts)
+            self._work[key] = *computed, _together((*within, *beside, *_dispatched(plan.inner, share, plan.inner.ranks)))
         parts, elements, _ = self._work[key]
         around = plan.pp, plan.micro_batches
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
@@ -238,18 +284,12 @@ class Bounds:
         return self._blocks[key]
 
     def _computed(
-        self,
-        inner: StageGrid,
-        sizes: Mapping[str, Numeric],
-        rows: Numeric,
-        shards: Numeric,
-        ranks: int,
-        mixture: tuple[Numeric, Numeric],
-    ) -> tuple[dict[str, Numeric], Numeric]:
-        """Seconds of arithmetic of each cell on a rank; and of a block's element-wise work, behind which sums may hide.
+        self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, shards: Numeric, ranks: int
+    ) -> tuple[dict[str, Numeric], Numeric, list[Moved]]:
+        """Seconds of arithmetic of each cell on a rank; of a block's element-wise work, behind which sums may hide; its contexts.
 
-        shards : of the weights of a rank of the grid, over replicas. ranks : all. mixture : experts of a layer on the rank, and
-        ranks that hold others.
+        These are what the ranks that share a row move along their axis. shards : of the weights of a rank of the grid, over
+        replicas. ranks : all.
         """
         inside, crowding = prod(sizes.values()), self.cluster.crowding(ranks)
         found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
@@ -258,25 +298,26 @@ class Bounds:
         flop = crowding / (peak * self.cluster["product.efficiency"])
         byte = crowding * self.cluster.byte_time()
         launch = crowding * self.cluster["product.launch"]
+        own, beside = rows * contexts(inner), []
         for cell in CELLS:
-            launched, still, row, cubes = self._of_one(inner, cell, crowding)
-            part = mixture[0] / inner.model.num_experts if cell == BLOCK and inner.model.num_experts else 1.0
-            found[cell] = part * launched + (part * still / shards + row * rows) / inside
+            launched, still, row, cubes, moves = self._of_one(inner, cell, crowding)
+            found[cell] = launched + (still / shards + row * own) / inside
+            beside += [Moved(one.axis, one.name, (one.still + one.row * own) / inside, one.many) for one in moves]
             for many, volume in cubes:
-                share = volume * rows / inside
+                share = volume * own / inside
                 found[cell] = found[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
         elements, passes = found[BLOCK], 4 if inner.recompute == "full" else 3
-        for m, n, k, many in self._multiplied(inner, sizes, rows, mixture):  # those of gradients have these sizes in other places
+        for m, n, k, many in self._multiplied(inner, sizes, rows):  # those of gradients have these sizes in other places
             many = passes * many
             side, moving = np.minimum(np.minimum(m, n), k), size * (m * k + k * n + m * n) * byte
             found[BLOCK] = found[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
-        return found, elements
+        return found, elements, beside
 
     def _multiplied(
-        self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, mixture: tuple[Numeric, Numeric]
+        self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric
     ) -> Iterator[tuple[Numeric, Numeric, Numeric, Numeric]]:
         """(m, n, k, how many) of a block's products on a rank, forward: of each of its experts one, of as many tokens."""
-        (experts, groups), model = mixture, inner.model
+        experts, groups, model = inner.own_experts, inner.expert_groups, inner.model
         for one in inner.products:
             (m, n, k), many = one.local(sizes, rows * model.sequence), one.count(sizes)
             if not one.expert:
@@ -291,13 +332,18 @@ class Bounds:
                     yield tokens, n * (width if into else 1), k * (1 if into else width), many * times
 
     def _of_one(self, inner: StageGrid, cell: str, crowding: float) -> SingleRankWork:
-        key = inner.recompute, inner.split, cell, crowding
+        key = inner.recompute, inner.split, inner.outer, inner.options, cell, crowding
         if key in self._alone:
             return self._alone[key]
-        cells, cubes = self._cells(inner), []
-        launched, size, slope, byte = 0.0, 0.0, 0.0, crowding * self.cluster.byte_time()
+        (cells, unit), cubes, moves = self._cells(inner), [], []
+        launched, size, slope, attended, byte = 0.0, 0.0, 0.0, 0.0, crowding * self.cluster.byte_time()
         prices = self.times.outer("dp", 1, 1)
-        for kind, many in (pair for way in PASSES for pair in cells.counts[cell, way].items()):
+        every = (
+            (kind, many - cells.hidden[at].get(kind, 0))
+            for at in ((cell, way) for way in PASSES)
+            for kind, many in cells.counts[at].items()
+        )
+        for kind, many in every:
             still, one = cells.kinds[kind].at(0), cells.kinds[kind].at(1)
             if one.kind == "elements":
                 launched += many * crowding * self.cluster["elements.launch"]
@@ -306,18 +352,25 @@ class Bounds:
             elif one.kind == "product" and one.batch > still.batch:  # of attention, whose sizes are those of a head on every grid
                 launch = self.cluster["product.launch"]
                 launched += many * crowding * launch
-                slope += many * crowding * (prices.product(one) - launch)
+                attended += many * crowding * (prices.product(one) - launch)
             elif one.kind == "product" and cell != BLOCK:
-                cubes.append((many, float(one.m * one.n * one.k)))
-        self._alone[key] = SingleRankWork(MARGIN * launched, MARGIN * size, MARGIN * slope, tuple(cubes))
+                cubes.append((many, unit * one.m * one.n * one.k))
+            elif one.kind == "move" and cell == BLOCK and one.axis in SPLIT_SEQUENCES:
+                still_words, width = still.words, many * dtype_of(one.dtype).nbytes
+                moves.append(AloneMove(one.axis, one.name, many, width * still_words, unit * width * (one.words - still_words)))
+        row = unit * (MARGIN * slope + attended)
+        self._alone[key] = SingleRankWork(MARGIN * launched, MARGIN * size, row, tuple(cubes), tuple(moves))
         return self._alone[key]
 
-    def _cells(self, inner: StageGrid, replicas: int = 1) -> Cells:
-        """The cells that one rank alone would run, whose units are rows; replicas share their weights."""
-        one = replace(inner, scheme=SERIAL, axes=tuple(alone(SERIAL).sizes), regather=False, unit=1, replicas=replicas)
-        one = replace(one, outer=(), options=())
-        cells, _ = self.times.store.cells(one, 1)
-        return cells
+    def _cells(self, inner: StageGrid, replicas: int = 1) -> tuple[Cells, float]:
+        """The cells of a grid of one rank, and their units for a row of all its contexts; replicas share their weights.
+
+        What is no line of any number of rows is of one row.
+        """
+        unit, replicas = inner.copies // contexts(inner), replicas * inner.copies if replicas > 1 else 1
+        one = replace(inner, scheme=SERIAL, axes=tuple(alone(SERIAL).sizes), regather=False, unit=unit, replicas=replicas)
+        cells, units = self.times.store.cells(one, SEVERAL)
+        return (cells, units / SEVERAL) if units > 1 else self.times.store.cells(one, 1)
 
     # -- communication
 
@@ -387,17 +440,27 @@ class Bounds:
         return np.maximum(fastest, least) + fixed, np.max([streams[axis] + waited[axis] for axis in sizes], axis=0)
 
 
-def _dispatched(inner: StageGrid, rows: Numeric) -> Iterator[Moved]:
+def _dispatched(inner: StageGrid, rows: Numeric, ranks: Numeric) -> Iterator[Moved]:
     """What all-to-alls to experts and back move: of a rank's tokens, those of experts that only other ranks along ep hold.
 
+    ranks : of a grid, on which such a rank has its share of so many rows.
     As many tokens go to each expert.
     """
     model, groups = inner.model, inner.expert_groups
     if groups > 1:
         passes = 5 if inner.recompute == "full" else 4
-        words = rows * model.sequence * model.num_chosen * model.hidden / inner.ranks * (1 - 1 / groups)
+        words = rows * model.sequence * model.num_chosen * model.hidden / ranks * (1 - 1 / groups)
         rows_of = [axis for axis in row_axes(alone(inner.scheme).residual) if inner.shape[axis] > 1]
         yield Moved("·".join(("ep", *rows_of)), "all_to_all", passes * words * dtype_of(inner.dtype).nbytes, passes)
+
+
+def _top(cells: Cells, units: Numeric) -> Numeric:
+    """The most bytes that backward of a block takes beyond those before it."""
+    net, top = 0.0, 0.0
+    for piece in next(list(run) for cell, run in groupby(cells.passes["B"], lambda one: one.cell) if cell == BLOCK):
+        top = np.maximum(top, net + piece.top.at(units))
+        net = net + piece.net.at(units)
+    return top
 
 
 class SplitPasses(NamedTuple):

@@ -151,8 +151,8 @@ class LinearSize(NamedTuple):
     base: int
     slope: int
 
-    def at(self, units: int) -> int:
-        """The number at `units` units."""
+    def at(self, units: Any) -> Any:
+        """The number at `units` units, or at those of a column."""
         return self.base + self.slope * units
 
 

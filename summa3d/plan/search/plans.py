@@ -23,7 +23,7 @@ from ...nn.schemes.validate import needs
 from ...parallel.outer import SEARCHED, OuterAxis
 from ...parallel.schedule import held_stages, is_split, rule_of
 from .cells import StageGrid
-from .stages import balanced, heaviest, homes_of
+from .stages import HeavyRank, balanced, heaviest, homes_of
 
 SCHEMES = tuple(name for name, spec in SCHEME_SPECS.items() if not spec.limits and name != SERIAL)
 FAMILIES = ("1-D", "FSDP", "2-D", "2.5-D", "cuboid")
@@ -197,11 +197,13 @@ class OuterGrid(NamedTuple):
 
 
 class PlanTable:
-    """Plans of one scheme, and one kind of backward, as columns of numbers; none saves memory, and what does is beside each.
+    """Plans of one scheme, with the same further axes and one kind of backward, as columns of numbers.
+
+    None saves memory, and what does is beside each.
 
     inners : their grids. sizes : axis → size. inner : the number of a row's grid. dp, pp, chunks, units, micro_batches, copies :
-    as of `Plan`. groups, experts : ranks along ep, and the most experts of a layer on one. ranks : of a scheme's grid. share :
-    rows of a micro-batch whose work such a grid has. total : ranks of a plan. schedule : a place in SCHEDULES.
+    as of `Plan`. ranks : of a scheme's grid. share : rows of a micro-batch whose work such a grid has. total : ranks of a plan.
+    schedule : a place in SCHEDULES.
     """
 
     def __init__(self, era: Era, inners: Sequence[StageGrid], around: Sequence[OuterGrid]) -> None:
@@ -210,9 +212,8 @@ class PlanTable:
         self.inner, *self.around = table
         self.dp, self.pp, self.schedule, self.chunks, self.units, self.micro_batches = self.around
         self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in inners[0].shape}
-        self.ranks, around = self._of([one.ranks for one in inners]), self._of([one.copies for one in inners])
-        self.copies, self.share = self.dp * around, self.units * self._of([one.unit for one in inners]) / around
-        self.groups, self.experts = (self._of([getattr(one, of) for one in inners]) for of in ("expert_groups", "own_experts"))
+        self.ranks, copies = self._of([one.ranks for one in inners]), inners[0].copies
+        self.copies, self.share = self.dp * copies, self.units * self._of([one.unit for one in inners]) / copies
         self.total = int(self.ranks[0] * self.copies[0] * self.pp[0])
         self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
 
@@ -261,7 +262,7 @@ class PlanTable:
             return tuple(number for one in found for number in one)
 
         columns = _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))
-        return columns.reshape(-1, 3, len(self))
+        return columns.reshape(-1, len(HeavyRank._fields), len(self))
 
     def inner_of(self, saving: MemoryOption, row: int) -> StageGrid:
         """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
@@ -313,17 +314,19 @@ def keys_known() -> list[str]:
 
 
 def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]:
-    """Return the plans that divide evenly and save no memory (`PlanTable.savings`), with the default placement, by scheme.
+    """Return the plans that divide evenly and save no memory (`PlanTable.savings`), with the default placement.
+
+    They are in tables by scheme, kind of backward and further axes.
 
     What does not divide is counted in `rejected` by family and reason.
     """
     recompute, regather = space.era.variants[0]
-    found: dict[tuple[str, bool], tuple[list[StageGrid], list[OuterGrid]]] = {}
+    found: dict[object, tuple[list[StageGrid], list[OuterGrid]]] = {}
     kinds = [*dict.fromkeys(is_split(name, 2) for name in space.era.schedules)]
     for scheme, shape, unit, (outer, options) in inners(space, rejected):
         ranks, family = prod(shape.values()) * prod(size for _, size in outer), family_of(scheme, shape)
         of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
-        several = {split: found.setdefault((scheme, split), ([], [])) for split in kinds}
+        several = {split: found.setdefault((scheme, outer, options, split), ([], [])) for split in kinds}
         for pp in divisors(space.ranks // ranks):
             if pp > space.model.layers:
                 rejected[family, "more stages than layers"] += 1

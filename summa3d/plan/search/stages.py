@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -62,18 +62,37 @@ def _states(schedule: str, p: int, many: int, chunks: int, rank: int) -> tuple[A
     return table[:, :2], table[:, 2 : 2 + chunks], table[:, 2 + chunks :]
 
 
+class HeavyRank(NamedTuple):
+    """What a rank of a pipeline holds at a time when it keeps much.
+
+    layers : its own. flying, owed : layers of micro-batches between F and B or X, and between X and W. heads : micro-batches
+    between F and B or X of the last stage. first, last : whether it has the first and the last stage
+    """
+
+    layers: int
+    flying: int
+    owed: int
+    heads: int
+    first: int
+    last: int
+
+
 @cache
-def heaviest(schedule: str, p: int, m: int, chunks: int, layers: int) -> tuple[tuple[int, int, int], ...]:
-    """What ranks hold when they keep most: their layers; those of micro-batches between F and B or X, and between X and W."""
+def heaviest(schedule: str, p: int, m: int, chunks: int, layers: int) -> tuple[HeavyRank, ...]:
+    """What the first and the last rank hold when they keep most."""
     many, stages = balanced(layers, p, chunks), held_stages(homes_of(schedule, p, chunks), p)
-    if not is_split(schedule, p):
-        own = [many[stage] for stage in stages[0]]
-        return ((sum(own), most_in_flight(schedule, p, m, chunks, 0) * max(own), 0),)
-    found = []
+    found, end = [], len(many) - 1
     for rank in (0, p - 1):
-        each = np.array([many[stage] for stage in stages[rank]])
+        own = stages[rank]
+        each, ends = np.array([many[stage] for stage in own]), (int(0 in own), int(end in own))
+        if not is_split(schedule, p):
+            flying = most_in_flight(schedule, p, m, chunks, rank)
+            one = many[end] if end in own else int(each.max())
+            found.append(HeavyRank(int(each.sum()), flying * one, 0, flying * ends[1], *ends))
+            continue
         _, flying, owed = states(schedule, p, m, chunks, rank)
-        both = [*zip((flying @ each).tolist(), (owed @ each).tolist(), strict=True)]
-        most = max(both), max(both, key=lambda one: one[::-1]), max(both, key=sum)
-        found += [(int(each.sum()), *one) for one in most]
+        heads = flying[:, own.index(end)] if end in own else 0 * flying[:, 0]
+        kept = [*zip((flying @ each).tolist(), (owed @ each).tolist(), heads.tolist(), strict=True)]
+        most = max(kept), max(kept, key=lambda one: (one[1], one[0], one[2])), max(kept, key=lambda one: one[0] + one[1])
+        found += [HeavyRank(int(each.sum()), *one, *ends) for one in most]
     return tuple(found)
