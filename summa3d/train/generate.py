@@ -54,7 +54,7 @@ def sample(
     Parameters
     ----------
     model : a causal model on its grid
-    context : that of the model's layers
+    context : that of the model's layers; the batch holds the text once, of models that need rows alike on all ranks as often
     config : the model's configuration; the model sees the last `config.sequence` tokens
     temperature : divides the logits; 0 takes the likeliest token
     top_k : samples from the k likeliest tokens; 0 samples from all tokens
@@ -67,15 +67,16 @@ def sample(
     if not isinstance(model, LanguageModel):
         raise ConfigError(f"A {config.family} model does not continue text. Families that do: gpt2, llama.")
     known = [int(token) for token in tokenizer.encode(prompt.encode())]
+    rows = context.scheme.fewest_rows if config.num_experts or config.family == "hf" else 1
     device = next(model.parameters()).device
     shown = TextStream(show) if show is not None else None
     if pipeline is None and context.stages is not None:
-        pipeline = Pipeline(model, "1f1b", 1, next(model.parameters()).dtype)
+        pipeline = Pipeline(model, "1f1b", rows, next(model.parameters()).dtype)
     next_logits = model.next_logits if pipeline is None else pipeline.next_logits
     model.eval()
     with torch.no_grad():
         for position in range(count):
-            window = torch.tensor(known[-config.sequence :], device=device)[None]  # [b, s]
+            window = torch.tensor(known[-config.sequence :], device=device).expand(rows, -1).contiguous()  # [b, s]
             logits = next_logits(window)[0].double().cpu().numpy()[: tokenizer.vocabulary]  # [v]
             known.append(choose(logits, temperature, top_k, uniform(seed, position)))
             if shown is not None:

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from opcode import opname
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -25,6 +26,8 @@ from . import flight, flight_files
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
+MOMENT = 0.2
+"""Seconds after which a rank that waited is found to wait still, or not."""
 STDERR = 2  # the file descriptor
 WAIT_FOR_THE_END = 5.0  # seconds that a silent rank, or an abort that does not return, waits before the process ends itself
 TIME_TO_BE_HEARD = 0.25  # seconds for a launcher to forward the report: what is under way at an abort may be dropped
@@ -207,12 +210,24 @@ def _may_speak() -> bool:
     return flight.claim_node()
 
 
+def _somebody_stays(folder: Path) -> bool:
+    """Whether a rank waits, and does so a moment later: else it was about to go on."""
+
+    def waits() -> bool:
+        return bool(flight.table(flight.read_folder(folder), time.time()))
+
+    if not waits():
+        return False
+    time.sleep(MOMENT)
+    return waits()
+
+
 def save_flight() -> None:
     """Keep the records of this node's ranks and say where, unless `summa3d launch` does, or nobody waits."""
-    recorder, now = flight.recorder, time.time()
-    if recorder is None or flight_files.VARIABLE in os.environ or not flight.table(flight.read_folder(recorder.file.parent), now):
+    recorder = flight.recorder
+    if recorder is None or flight_files.VARIABLE in os.environ or not _somebody_stays(recorder.file.parent):
         return
-    kept = flight_files.save(recorder.file.parent, now)
+    kept = flight_files.save(recorder.file.parent, time.time())
     if kept is not None:
         sys.stderr.write(f"what each rank was doing: summa3d doctor --flight {kept}\n")
 

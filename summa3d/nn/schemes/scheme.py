@@ -176,6 +176,11 @@ class Scheme:
         of_batch, of_sequence = self._row_shards
         return None if batch % of_batch == sequence % of_sequence == 0 else UnevenRows(batch, sequence)
 
+    @property
+    def fewest_rows(self) -> int:
+        """The fewest sequences of which all ranks hold as many, at least one."""
+        return self._row_shards[0]
+
     @cached_property
     def _row_shards(self) -> tuple[int, int]:
         """Into what batch and sequence split, of the residual stream and within a branch."""
@@ -201,14 +206,17 @@ class Scheme:
         """Raise LayoutError where a model cannot run on the grid: on every rank alike, before any communication.
 
         `batch` and `sequence` are the global b and s of one micro-batch; s defaults to the model's. Those of a model with experts
-        must split evenly: ranks that exchange tokens tell each other the counts of as many sequences.
+        must split evenly: ranks that exchange tokens tell each other the counts of as many sequences; so must all of one of
+        Transformers, whose own code computes with them.
         """
         if self.spec.limits:
             raise LayoutError(
                 f"The {self.name} scheme runs single layers, such as nn.MLP, not whole models: {self.spec.limits}.\n"
                 f"  Schemes for models: {', '.join(spec.name for spec in SCHEME_SPECS.values() if not spec.limits)}."
             )
-        if config.num_experts:
+        if config.family == "hf":
+            self.check_even(config, batch, sequence)
+        elif config.num_experts:
             self.check_even(config, batch, sequence, ("batch", "sequence"))
 
     def check_even(
