@@ -15,7 +15,8 @@ from ...autograd.collectives import all_gather
 from ...autograd.recompute import recompute
 from ...comm.topology import describe, divisors
 from ...errors import LayoutError
-from ...layout.layout import Layout, split_sizes
+from ...gemm.any_layout.blocks import nested_sizes
+from ...layout.layout import Layout
 from ..config import ModelConfig
 from ..context import Context
 from ..context_parallel.attention import attend as attend_over
@@ -166,7 +167,7 @@ class GroupedAttention(nn.Module):
     heads, as evenly as they come. Where kv_heads divides the number of shards of the columns and either is 1 or leaves equal
     pieces, each rank holds a piece of one kv head instead, and the g = Y/kv_heads consecutive ranks that share the head
     all-gather it, (g−1)·b·s·2d/(g·XZ) words; backward reduce-scatters its gradient. Query heads that these do not share evenly
-    have a product of their own.
+    have a product of their own. Raises LayoutError where contexts exchange heads of which ranks hold unlike numbers.
 
     Where the family norms q and k, each head by itself moves one all-reduce of γ's gradients over all ranks in backward; all
     together, an `RMSNorm` each.
@@ -195,8 +196,8 @@ class GroupedAttention(nn.Module):
         self.rotary = Rotary(self.size, config) if "rotary_base" in config.architecture.options else None
         attended = config.attention_dropout, name, scheme, layout_of_heads(inner, self.size)
         self.core = AttentionCore(config.heads, config.architecture.causal, *attended)
-        equal = [2 * self.size // self.run.size] * self.run.size
-        self._pieces = pieces_of_a_head(2 * self.size, scheme, inner) if groups == 1 else equal
+        counts = [scheme.grid.shape[axis] for axis in inner.dims[-1]] if groups == 1 else [self.run.size]
+        self._pieces = nested_sizes(2 * self.size, counts)  # columns of a kv head that each of the ranks holds which share it
 
     def forward(
         self, x: Tensor, batch: Batch, visible: Visible, skip_bias_add: bool = False
@@ -266,14 +267,6 @@ def _no_exchange(config: ModelConfig, context: Context) -> str:
         f"  Values of kv_heads that fit heads {config.heads}: {', '.join(map(str, fits)) or 'none'}. "
         'Or context.kind = "gather" or "ring", which leave heads where they are.'
     )
-
-
-def pieces_of_a_head(columns: int, context: Context, inner: Layout) -> list[int]:
-    """The columns of k and v that each rank holds of one kv head which all share."""
-    sizes = [columns]
-    for axis in inner.dims[-1]:
-        sizes = [part for size in sizes for part in split_sizes(size, context.grid.shape[axis])]
-    return sizes
 
 
 def _stored(heads: Tensor, context: Context) -> Tensor:

@@ -9,5 +9,5 @@ class Llama(LanguageModel):
     """A decoder-only transformer of the Llama family.
 
     Its head is a table of its own, or the embedding's with `tied_head`.
-    Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
+    Raises LayoutError where contexts exchange kv heads that ranks hold unevenly (`GroupedAttention`).
     """

@@ -8,5 +8,5 @@ from .base import LanguageModel
 class Mixtral(LanguageModel):
     """A decoder-only transformer of the families mixtral, qwen2_moe, qwen3_moe and olmoe (`MoE`).
 
-    Raises LayoutError where kv_heads or ffn cannot be split (`GroupedAttention`, `GatedMLP`).
+    Raises LayoutError where contexts exchange kv heads that ranks hold unevenly (`GroupedAttention`).
     """

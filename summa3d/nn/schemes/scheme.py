@@ -162,14 +162,12 @@ class Scheme:
             return Layout((*columns, rows[0]), root_only=rows[1:], follows={rows[1]: columns[0]}, grains=grains)
         return Layout(columns, root_only=layout.root_only, grains=grains)
 
-    def whole_columns(self, items: int, size: int, layout: Layout | None = None) -> int:
-        """How many columns of a linear layer's output stay together, where its items of `size` columns do.
+    def whole_columns(self, items: int, size: int) -> int:
+        """How many columns within a branch stay together, where items of `size` columns do.
 
         1 where the axes that split the columns divide the items: then any balanced split keeps them whole.
-        layout : of the layer's input; default the residual stream's
         """
-        columns = self.after_linear(self.residual if layout is None else layout)
-        return size if items % columns.num_shards(-1, self.shape) else 1
+        return size if items % self.after_linear(self.residual).num_shards(-1, self.shape) else 1
 
     def rows(self, batch: int, sequence: int) -> UnevenRows | None:
         """The rows of an activation where blocks of them differ; None where axes divide batch and sequence."""
