@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..cluster import Cluster
@@ -24,6 +24,14 @@ class ReplayTimes:
     compute: float = 0.0
     exposed: dict[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+
+    def plus(self, other: ReplayTimes, times: float = 1.0) -> ReplayTimes:
+        """These seconds and, so many times, those of another trace."""
+        axes = [
+            {axis: one.get(axis, 0.0) + times * more.get(axis, 0.0) for axis in {**one, **more}}
+            for one, more in ((self.exposed, other.exposed), (self.moved, other.moved))
+        ]
+        return ReplayTimes(self.seconds + times * other.seconds, self.compute + times * other.compute, *axes)
 
     @property
     def hidden(self) -> dict[str, float]:
@@ -89,37 +97,47 @@ def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> ReplayT
 
     overlap : False waits for every communication as soon as it is issued. What is still in flight at the end is waited for.
     """
-    span, now, network = ReplayTimes(), 0.0, TransfersInFlight(prices)
-    flying: dict[int, str] = {}
-
-    def wait(number: int) -> None:
-        nonlocal now
-        axis = flying.pop(number)
-        network.advance(number)
-        end = network.ends[number]
-        if end > now:
-            span.exposed[axis] = span.exposed.get(axis, 0.0) + end - now
-            now = end
-
-    for op in trace:
-        if op.kind == "move":
-            span.moved[op.axis] = span.moved.get(op.axis, 0.0) + prices.seconds(op)
-            network.issue(op, now)
-            flying[op.id] = op.axis
-            if not overlap:
-                wait(op.id)
-        elif op.kind == "wait":
-            if op.id in flying:
-                wait(op.id)
-        else:
-            seconds = prices.seconds(op)
-            now += seconds
-            span.compute += seconds
-    network.advance()
-    for number in sorted(flying, key=lambda one: network.ends[one]):
-        wait(number)
-    span.seconds = now
+    (span,) = replay_in_turn([trace], prices, overlap)
     return span
+
+
+def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices, overlap: bool = True) -> list[ReplayTimes]:
+    """`replay` of a trace that is in parts: the times of each, where one may wait for what another has begun."""
+    found, now, network = [], 0.0, TransfersInFlight(prices)
+    flying: dict[int, str] = {}
+    for number, trace in enumerate(traces, 1):
+        span, began = ReplayTimes(), now
+
+        def wait(number: int, span: ReplayTimes = span) -> None:
+            nonlocal now
+            axis = flying.pop(number)
+            network.advance(number)
+            end = network.ends[number]
+            if end > now:
+                span.exposed[axis] = span.exposed.get(axis, 0.0) + end - now
+                now = end
+
+        for op in trace:
+            if op.kind == "move":
+                span.moved[op.axis] = span.moved.get(op.axis, 0.0) + prices.seconds(op)
+                network.issue(op, now)
+                flying[op.id] = op.axis
+                if not overlap:
+                    wait(op.id)
+            elif op.kind == "wait":
+                if op.id in flying:
+                    wait(op.id)
+            else:
+                seconds = prices.seconds(op)
+                now += seconds
+                span.compute += seconds
+        if number == len(traces):
+            network.advance()
+            for one in sorted(flying, key=lambda one: network.ends[one]):
+                wait(one)
+        span.seconds = now - began
+        found.append(span)
+    return found
 
 
 @dataclass(frozen=True)

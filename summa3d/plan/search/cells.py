@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from ...comm.topology import replica_axes
 from ...dry.record import ENTER, LEAVE, Op
+from ...dtypes import dtype_of
 from ...errors import ConfigError
+from ...gemm.pieces.timing import CHOICES
 from ...nn.config import ModelConfig
 from ...nn.overlap import Overlap
-from ...nn.schemes.products import LaidOutProduct, alone, products_of
+from ...nn.schemes.products import B, LaidOutProduct, alone, products_of
 from ...train import toml
-from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig, numbers_of
+from ...train.config import Config, DataConfig, GridConfig, ReplicasConfig, TrainConfig, master_dtype, numbers_of
 from ..cells import BLOCK, largest, with_messages
 
 PASSES = ("F", "B", "W")
@@ -23,6 +28,12 @@ SIZES = ("m", "n", "k", "batch", "read", "written", "words", "messages")
 """The fields of an operation that depend on the size of the micro-batch."""
 NEAR, FAR = 2, 16
 """The sizes at which cells are traced, in units. Ranks with single rows save a copy or two, which lines count."""
+BEFORE, BEHIND = "before", "behind"
+AHEAD = (BEFORE, BLOCK, BEHIND)
+"""The blocks of a model that gathers weights ahead: the first, one of those between, whose gathers begin in the block before
+it, and the last."""
+DEPTHS = (1, 2, 3)
+"""Weights gathered ahead that are tried. With more, further blocks at both ends would differ from those between."""
 ACCUMULATE = 3
 """Micro-batches of a traced step: the first makes gradients, the last frees copies of weights, and one is like all between."""
 
@@ -34,7 +45,7 @@ class StageGrid:
     unit : the fewest rows of a micro-batch that the grid divides. replicas : of the weights' shards with ZeRO-3, else 1. shared :
     ranks that share a node's memory. split : whether backward is two ops, of the gradients of inputs, then of weights. outer :
     further axes around the grid (`parallel.outer`) of several ranks, and options, their keys of a configuration. pieces : what
-    products move between nodes is cut into so many
+    products move between nodes is cut into so many. ahead : weights that are gathered ahead of the layers that use them
     """
 
     model: ModelConfig
@@ -51,6 +62,7 @@ class StageGrid:
     outer: tuple[tuple[str, int], ...] = ()
     options: tuple[tuple[str, Any], ...] = ()
     pieces: int = 1
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash(tuple(vars(self).values())))
@@ -83,6 +95,20 @@ class StageGrid:
         """Whether its ranks are hosts', and not all in one node's memory: products may then move in pieces behind arithmetic."""
         return self.device == "cpu" and self.shared < self.ranks
 
+    @cached_property
+    def weight_axes(self) -> frozenset[str]:
+        """The axes, or planes of them, along which a weight is gathered before it is used."""
+        moving = {axis for product in self.products for axis in product.apart(B) if self.shape[axis] > 1 and self.gathers}
+        plane = {"·".join(replica_axes({**self.shape, **dict(self.outer), "dp": self.replicas // self.copies}))}
+        return frozenset(moving | (plane if self.replicas > 1 else set()))
+
+    @property
+    def overlapped(self) -> list[StageGrid]:
+        """The same with more and more behind arithmetic: on hosts products in pieces, on devices weights gathered ahead."""
+        if self.device == "cuda":
+            return [replace(self, ahead=depth) for depth in DEPTHS] if self.weight_axes else []
+        return [replace(self, pieces=count) for count in CHOICES[1:]] if self.leaves_nodes else []
+
     @property
     def split_stream(self) -> frozenset[str]:
         """The axes that split the residual stream; ranks along others hold copies of it."""
@@ -114,7 +140,7 @@ class StageGrid:
         return self.model.block_elements
 
     def config(self, units: int) -> Config:
-        """The configuration of a step of a model of one block, with micro-batches of `units` units."""
+        """The configuration of a step of a model of one block, or of three, with micro-batches of `units` units."""
         dp = max(1, self.replicas // self.copies)
         found = Config(
             scheme=self.scheme,
@@ -122,10 +148,10 @@ class StageGrid:
             recompute=self.recompute,
             regather=self.regather,
             device=self.device,
-            overlap=Overlap(pieces=self.pieces),
+            overlap=Overlap(self.ahead, pieces=self.pieces),
             grid=toml.build(GridConfig, {**self.shape, **dict(self.outer), "dp": dp}),
             replicas=ReplicasConfig(zero=3 if self.replicas > 1 else 0 if self.outer else 1),
-            model=replace(self.model, layers=1),
+            model=replace(self.model, layers=len(AHEAD) if self.ahead else 1),
             train=TrainConfig(batch=ACCUMULATE * units * self.unit * dp, accumulate=ACCUMULATE),
             data=DataConfig(tokenizer=numbers_of(self.model)),
         )
@@ -143,6 +169,15 @@ def with_options(config: Config, options: Iterable[tuple[str, Any]]) -> Config:
         table, _, name = key.partition(".")
         config = replace(config, **{table: replace(getattr(config, table), **{name: value})})
     return config
+
+
+def bucket_of(inner: StageGrid, ranks: Any) -> Any:
+    """Bytes of a bucket of gradients: those that are asked for, or of the largest weight's."""
+    model, matrices = inner.model, inner.model.matrices
+    if model.num_experts:
+        matrices = *matrices[:2], (2 * model.hidden, max(model.expert_width, model.shared_width))
+    largest = max(rows * columns for rows, columns in (*matrices, (model.vocabulary, model.hidden))) // ranks
+    return np.maximum(ReplicasConfig.bucket, largest * dtype_of(master_dtype(inner.dtype)).nbytes)
 
 
 class LinearSize(NamedTuple):
@@ -245,6 +280,20 @@ class Cells:
                     many[other] = many.get(other, 0) + 1
         return found
 
+    def in_order(self, way: str, units: int) -> list[tuple[str, tuple[Op, ...]]]:
+        """The cell and the operations of each stretch of a pass, of a micro-batch of `units` units."""
+        known = cache(lambda kind: self.kinds[kind].at(units))
+        return [(one.cell, tuple(known(kind)._replace(id=number) for kind, number in one.ops)) for one in self.passes[way]]
+
+    def prefetched(self, units: int) -> int:
+        """The most bytes that a block leaves on their way to the next one."""
+        most = 0
+        for way in PASSES:
+            ops = self.trace(BLOCK, way, units)
+            ended = {op.id for op in ops if op.kind == "wait"}
+            most = max(most, sum(op.written for op in ops if op.kind == "move" and op.id not in ended))
+        return most
+
     def trace(self, cell: str, way: str, units: int) -> tuple[Op, ...]:
         """The operations of a cell in one pass, of a micro-batch of `units` units."""
         ops = {kind: self.kinds[kind].at(units) for kind in self.counts[cell, way]}
@@ -272,7 +321,7 @@ def traced(inner: StageGrid, single: bool) -> Cells | None:
 
 
 def _sample(inner: StageGrid, units: int) -> TracedCells:
-    """Trace a step of one block on the first rank, and, where parts are uneven, the communications of the last."""
+    """Trace a step of its blocks on the first rank, and, where parts are uneven, the communications of the last."""
     from ...dry.rank_classes import even
     from ...train.dry_run import setting_of
 
@@ -303,23 +352,29 @@ def _traced(setting: Any, config: Config, split: bool) -> TracedCells:
     step = rank.step([])
     kinds = ("F", "X", "W") if split else ("F", "B")
     passes = [rank.ops[OpKey(kind, 0, 1)].parts for kind in kinds] + [()] * (len(PASSES) - len(kinds))
-    found = tuple(
-        tuple((_NAMES.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net)
+    blocks = (BLOCK,) if config.model.layers == 1 else AHEAD
+    names = {str(number): name for number, name in enumerate(blocks)}
+    found = [
+        [(names.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net]
         for parts in (*passes, step.copies, step.optimizer)
-    )
+    ]
+    found[-2:] = [[one for one in parts if one[0] not in (BEFORE, BEHIND)] for parts in found[-2:]]
     elements, tensors = ({ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0, "experts": 0} for _ in range(2))
     for state in rank.states:
         tied, expert = state.name == "embedding.weight" and config.model.tied, ".experts." in state.name
-        for cell in (_cell_of(state.name), *["tied"] * tied, *["experts"] * expert):
+        held = _cell_of(state.name, blocks)
+        if held in (BEFORE, BEHIND):
+            continue
+        for cell in (held, *["tied"] * tied, *["experts"] * expert):
             elements[cell] += state.shardings.numel
             tensors[cell] += state.shardings.numel > 0
-    return TracedCells(found, elements, tensors, rank.kept)
+    return TracedCells(tuple(map(tuple, found)), elements, tensors, rank.kept)
 
 
-def _cell_of(name: str) -> str:
-    """The cell of a parameter: that which the first stage of a pipeline, a block, or the last stage holds."""
+def _cell_of(name: str, blocks: Sequence[str]) -> str:
+    """The cell of a parameter: that which the first stage of a pipeline, one of the blocks, or the last stage holds."""
     if name.startswith("blocks."):
-        return BLOCK
+        return blocks[int(name.split(".")[1])]
     return ENTER if name.startswith(("embedding", "positions", "token_types")) else LEAVE
 
 
@@ -373,7 +428,5 @@ def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
     return kind
 
 
-_NAMES = {"0": BLOCK}
-"""The only block of a model that is traced."""
 _NO_SIZES: dict[str, Any] = dict.fromkeys(SIZES, 0)
 _LAYER = Op._fields.index("layer")

@@ -12,9 +12,9 @@ from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...errors import ConfigError
 from ...nn.overlap import BUCKETS_IN_FLIGHT
-from ...train.config import ReplicasConfig, master_dtype
+from ...train.config import master_dtype
 from ..cells import BLOCK
-from .cells import PASSES, Cells, PassOps, StageGrid
+from .cells import BEFORE, BEHIND, PASSES, Cells, PassOps, StageGrid, bucket_of
 from .plans import Plan
 from .stages import fullest, most_in_flight, states
 from .timing import number_of
@@ -32,7 +32,8 @@ FRAGMENTED = 0.04
 class Memory(NamedTuple):
     """Bytes of the fullest rank, term by term; `stage` is its rank of the pipeline.
 
-    buckets : of gradients that ZeRO 2 sums while a micro-batch makes them, which no other stage of ZeRO holds
+    buckets : of gradients that ZeRO 2 sums while a micro-batch makes them, which no other stage of ZeRO holds. prefetched : of
+    weights on their way to the next layer
     """
 
     parameters: int
@@ -41,6 +42,7 @@ class Memory(NamedTuple):
     activations: int
     workspace: int
     buckets: int
+    prefetched: int
     stage: int
 
     @property
@@ -126,14 +128,21 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | N
         first, last = summed(plan.inner, kinds, plan.inner.ranks, number)
         left = max(nets[0]) * (plan.micro_batches - number)  # of those that are to come, less than in flight at the end
         buckets = max(buckets, int(max(first, last - max(nets[0]))) - max(0, activations - left))
-    return Memory(parameters, gradients, optimizer, activations, max(0, top - activations) + kept, buckets, rank)
+    workspace = max(0, top - activations)
+    ahead = min(workspace, cells.prefetched(units)) if plan.inner.ahead else 0
+    return Memory(parameters, gradients, optimizer, activations, workspace - ahead + kept, buckets, ahead, rank)
 
 
 def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple[int, int]:
     """Net and peak of the bytes of a pass over a stage."""
     key = way, plan.layers[stage], stage == 0, stage == len(plan.layers) - 1, units
     if key not in cells.extents:
-        times = {BLOCK: plan.layers[stage], ENTER: int(key[2]), LEAVE: int(key[3])}
+        many = plan.layers[stage]
+        blocks = {BLOCK: many}
+        if plan.inner.ahead:  # the first and the last block are cells of their own
+            ends = int(many > 1)
+            blocks = {BLOCK: many - 2 * ends, BEFORE: ends, BEHIND: ends}
+        times = {**blocks, ENTER: int(key[2]), LEAVE: int(key[3])}
         cells.extents[key] = extent(cells.passes[way], times, units)
     return cells.extents[key]
 
@@ -162,12 +171,7 @@ def summed(inner: StageGrid, kinds: Sequence[tuple[Any, Any]], ranks: Any, numbe
     While a bucket is packed, one less is in flight. A bucket of all weights of a kind is started once in a micro-batch, whose
     activations are gone by then.
     """
-    model, size = inner.model, dtype_of(master_dtype(inner.dtype)).nbytes
-    matrices = model.matrices
-    if model.num_experts:
-        matrices = *matrices[:2], (2 * model.hidden, max(model.expert_width, model.shared_width))
-    largest = max(rows * columns for rows, columns in (*matrices, (model.vocabulary, model.hidden))) // ranks
-    bucket = np.maximum(ReplicasConfig.bucket, largest * size)
+    size, bucket = dtype_of(master_dtype(inner.dtype)).nbytes, bucket_of(inner, ranks)
     held = [np.where(np.greater(copies, 1), elements * size, 0) for elements, copies in kinds]
     parts, many = [np.minimum(one, bucket) for one in held], np.maximum(1, sum(np.greater(one, 0) for one in held))
     together, others = sum(parts), np.minimum(BUCKETS_IN_FLIGHT / many, number)

@@ -165,6 +165,7 @@ class Plan:
         found |= {"pipeline.schedule": self.schedule, "pipeline.chunks": self.chunks, "train.accumulate": self.micro_batches}
         found |= {"recompute": inner.recompute, "regather": inner.regather, "replicas.zero": self.zero}
         found |= {"overlap.pieces": inner.pieces} if inner.pieces > 1 else {}
+        found |= {"overlap.gather": inner.ahead} if inner.ahead else {}
         return found | {"train.batch": self.rows * self.dp * self.micro_batches, "dtype": inner.dtype}
 
     def __str__(self) -> str:
@@ -176,9 +177,10 @@ class Plan:
         replicas = "" if self.dp == 1 else f" · dp {self.dp}"
         zero = f" · zero {self.zero}" if self.copies > 1 and self.zero != 1 else ""
         kept = {"none": "regather" if self.inner.regather else "keep"}.get(self.inner.recompute, self.inner.recompute)
-        pieces = f" · {self.inner.pieces} pieces" if self.inner.pieces > 1 else ""
+        behind = f" · {self.inner.pieces} pieces" if self.inner.pieces > 1 else ""
+        behind += f" · prefetch {self.inner.ahead}" if self.inner.ahead else ""
         tile = " · tile " + " ".join(f"{axis}{size}" for axis, size in self.tile if size > 1) if self.tile else ""
-        return f"{self.inner.scheme} {axes or 'y1'}{around}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}{pieces}"
+        return f"{self.inner.scheme} {axes or 'y1'}{around}{pipe}{replicas}{zero} · b {self.rows} · {kept}{tile}{behind}"
 
 
 class OuterGrid(NamedTuple):

@@ -18,7 +18,6 @@ from ...columns import counted
 from ...comm.topology import several
 from ...dry.record import ENTER, LEAVE
 from ...errors import ConfigError, GridError, LayoutError
-from ...gemm.pieces.timing import CHOICES
 from ..cells import BLOCK
 from .bounds import Bounds
 from .cells import PASSES
@@ -251,11 +250,13 @@ class PlanSearch:
         nearest = [one for one in done[: 2 * self.top] if one[0] <= NEAR * done[: self.top][-1][0]]
         nearest = sorted(nearest, key=lambda one: (self._simulated(one[1]), str(one[1])))
         chosen = {plan: held for _, plan, held in nearest[: self.top]}
+        chosen |= {plan: held for _, plan, held in self._waiting_for_weights(done)} if self.space.device == "cuda" else {}
         for family in FAMILIES:
             chosen |= {plan: held for _, plan, held in [one for one in done if one[1].family == family][:1]}
         fastest = lambda one: (one.seconds, str(one.plan))  # noqa: E731
         best = sorted((self.priced(plan, held) for plan, held in chosen.items()), key=fastest)
-        best = sorted([*map(self.in_pieces, best[:IN_PIECES]), *best[IN_PIECES:]], key=fastest)
+        many = len(best) if self.space.device == "cuda" else IN_PIECES
+        best = sorted([*map(self.overlapped, best[:many]), *best[many:]], key=fastest)
         families = {one.plan.family: one for one in reversed(best)}
         families = {family: families[family] for family in FAMILIES if family in families}
         front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
@@ -263,17 +264,25 @@ class PlanSearch:
         counts = (self.considered, len(done), store.traces, store.read)
         return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *counts, self.rejected)
 
+    def _waiting_for_weights(self, done: Sequence[tuple[float, Plan, Memory]]) -> list[tuple[float, Plan, Memory]]:
+        """Plans that prefetch may bring among the best, those first that gain most: they lose what they wait for weights."""
+        found, last = [], done[: self.top][-1][0]
+        for seconds, plan, held in done:
+            if plan.inner.weight_axes:
+                waited = terms(plan, self.times, 0.0)["axis"]
+                left = seconds - sum(waited.get(axis, 0.0) for axis in plan.inner.weight_axes)
+                found += [(left, plan, held)] if left < last else []
+        return sorted(found, key=lambda one: (one[0], str(one[1])))[: 2 * self.top]
+
     def priced(self, plan: Plan, held: Memory) -> Priced:
         """A plan with its pipeline simulated, and its time term by term."""
         seconds, after = self._simulated(plan), self.times.step(plan).parts.after
         return Priced(plan, seconds, held, terms(plan, self.times, seconds - after))
 
-    def in_pieces(self, one: Priced) -> Priced:
-        """The plan in the pieces in which its replayed step is fastest, and fits: more are looked at as long as they gain."""
-        if not one.plan.inner.leaves_nodes:
-            return one
-        for count in CHOICES[1:]:
-            plan = replace(one.plan, inner=replace(one.plan.inner, pieces=count))
+    def overlapped(self, one: Priced) -> Priced:
+        """The plan with so much behind arithmetic as its replayed step is fastest with, and fits: as long as more of it gains."""
+        for inner in one.plan.inner.overlapped:
+            plan = replace(one.plan, inner=inner)
             held = memory(plan, *self.times.store.cells(plan.inner, plan.units), self.times.muon(plan))
             if held.total > self.limit or self._simulated(plan) >= one.seconds:
                 break
@@ -296,7 +305,7 @@ def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float
             yield one
 
 
-def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, object]:
+def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, Any]:
     """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for.
 
     pipeline : seconds of all forwards and backwards.

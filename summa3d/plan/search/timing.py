@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...cluster import Cluster
@@ -17,8 +17,8 @@ from ..cells import BLOCK, Cell
 from ..links import loads
 from ..predict import Durations, PredictedStep
 from ..price import Prices, move
-from ..replay import ReplayTimes, replay
-from .cells import PASSES, Cells, StageGrid
+from ..replay import ReplayTimes, replay, replay_in_turn
+from .cells import BEFORE, BEHIND, PASSES, Cells, StageGrid, bucket_of
 from .plans import ORDER, Plan
 from .stages import fullest
 from .store import Store
@@ -46,7 +46,7 @@ class PlacedPlan(PredictedStep):
 
 
 class After(NamedTuple):
-    """Seconds behind the last backward: sums and gathers over replicas; copies, norm and the optimizer's step."""
+    """Seconds that no backward hides: sums and gathers over replicas; copies, norm and the optimizer's step."""
 
     replicas: float
     optimizer: float
@@ -96,7 +96,7 @@ class Times:
                 hidden = cells.hidden[at]
                 sums[at] = sum(seconds[kind] * (many - hidden.get(kind, 0)) for kind, many in cells.counts[at].items())
             self._least[key] = durations(sums)
-        return self._least[key]._replace(send=self.send(plan), after=sum(self.after(plan)))
+        return self._least[key]._replace(send=self.send(plan), after=sum(self._after(plan, inf)))
 
     def _seconds(self, plan: Plan, cells: Cells, units: int) -> list[float]:
         """Seconds of each kind of operation."""
@@ -119,7 +119,14 @@ class Times:
         if key not in self._spans:
             cells, units = self.store.cells(plan.inner, plan.units)
             prices = self.prices_of(plan)
-            self._spans[key] = {(cell, way): replay(cells.trace(cell, way, units), prices) for cell in CELLS for way in PASSES}
+            if plan.inner.ahead:
+                self._spans[key] = {
+                    (cell, way): span for way in PASSES for cell, span in _in_turn(cells, way, units, prices).items()
+                }
+            else:
+                self._spans[key] = {
+                    (cell, way): replay(cells.trace(cell, way, units), prices) for cell in CELLS for way in PASSES
+                }
         return self._spans[key]
 
     def step(self, plan: Plan, least: bool = False) -> PlacedPlan:
@@ -159,7 +166,19 @@ class Times:
         return seconds
 
     def after(self, plan: Plan) -> After:
-        """Seconds behind the last backward, of the rank that holds most parameters."""
+        """Seconds that no backward hides, of the rank that holds most parameters.
+
+        Gradients are summed over replicas in the last backward, with ZeRO 2 in each. On devices that is hidden, as far as blocks
+        take as long, but for the last bucket. On hosts it is not: ranks that compute move the words themselves, which gained
+        nothing where it was measured (`bench/overlap_steps.py`).
+        """
+        if plan.inner.device != "cuda" or plan.copies == 1 or plan.zero == 3:
+            return self._after(plan, 0.0)
+        spans = self.spans(plan)
+        return self._after(plan, spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds)
+
+    def _after(self, plan: Plan, backward: float) -> After:
+        """The same, where sums run behind so many seconds of a micro-batch's backward of each block."""
         cells, _ = self.store.cells(plan.inner, plan.units)
         held, rank = max((number_of(plan, cells.elements, rank), rank) for rank in fullest(plan.stages, plan.layers))
         muon = self.muon(plan)
@@ -168,7 +187,10 @@ class Times:
         if plan.zero in (1, 2):  # the cells of zero 3 update a shard already
             updated = sum(-(-own // copies) for own, _, copies in _by_copies(plan, cells, taken, 0))
         optimizer = self._optimizer(plan, updated, number_of(plan, cells.tensors, rank))
-        return After(self._replicas(plan, rank), optimizer + (0.0 if muon is None else self._of_blocks(plan, muon)))
+        return After(
+            self._replicas(plan, rank, plan.layers_of(rank) * backward),
+            optimizer + (0.0 if muon is None else self._of_blocks(plan, muon)),
+        )
 
     def muon(self, plan: Plan) -> MuonStep | None:
         """Muon's step of the blocks of the plan's fullest stage; None where the optimizer is AdamW."""
@@ -196,8 +218,8 @@ class Times:
             seconds += 0.0 if op.kind == "wait" else self._prices[key].seconds(op)
         return seconds
 
-    def _replicas(self, plan: Plan, rank: int) -> float:
-        """Seconds of sums and gathers over the replicas of a rank of a pipeline.
+    def _replicas(self, plan: Plan, rank: int, backward: float) -> float:
+        """Seconds of sums and gathers over the replicas of a rank of a pipeline, whose backward of a micro-batch hides sums.
 
         Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers.
 
@@ -213,7 +235,10 @@ class Times:
             words = own * (copies - 1) // copies
             gathered = dtype if plan.zero == 0 else plan.inner.dtype
             sums = plan.micro_batches if plan.zero == 2 else 1
-            seconds += sums * outer.seconds(move("reduce_scatter", "dp", words, dtype))
+            once = outer.seconds(move("reduce_scatter", "dp", words, dtype))
+            last = once * min(1.0, bucket_of(plan.inner, plan.inner.ranks) / (own * dtype_of(dtype).nbytes)) if own else 0.0
+            seconds += (sums - 1) * max(0.0, once - backward) + max(last, once - backward)
+            backward = max(0.0, backward - once)
             seconds += outer.seconds(move("all_gather", "dp", words, gathered))
             if self.cluster["host.slots"]:
                 summed = outer.elements(*bytes_and_calls_of_a_sum(copies, own, many, dtype_of(dtype).nbytes))
@@ -287,6 +312,19 @@ class Times:
             topology = Topology.checked({"in": inside, axis: size, "out": outside}, ["in", axis, "out"])
             self._prices[axis, inside, size, outside] = Prices(self.cluster, topology)
         return self._prices[axis, inside, size, outside]
+
+
+def _in_turn(cells: Cells, way: str, units: int, prices: Prices) -> dict[str, ReplayTimes]:
+    """The replay of each cell of a pass of three blocks, of which the middle one is as all between.
+
+    What the first and the last block take beyond it is of the cells beside them.
+    """
+    parts, found = cells.in_order(way, units), dict.fromkeys((*CELLS, BEFORE, BEHIND), ReplayTimes())
+    for (cell, _), span in zip(parts, replay_in_turn([ops for _, ops in parts], prices), strict=True):
+        found[cell] = found[cell].plus(span)
+    for cell, block in ((ENTER, BEFORE), (LEAVE, BEHIND)):
+        found[cell] = found[cell].plus(found.pop(block)).plus(found[BLOCK], -1.0)
+    return found
 
 
 def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int) -> list[tuple[int, int, int]]:

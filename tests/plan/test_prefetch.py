@@ -1,0 +1,103 @@
+"""What runs behind arithmetic on devices: weights gathered ahead, of which a block leaves one on its way, and sums over replicas."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from summa3d.cluster import load
+from summa3d.dry import step
+from summa3d.dry.record import ENTER, LEAVE
+from summa3d.dry.step import OpKey, Rank
+from summa3d.nn import ModelConfig
+from summa3d.plan.cells import BLOCK
+from summa3d.plan.replay import replay
+from summa3d.plan.search.cells import StageGrid, bucket_of
+from summa3d.plan.search.export import configured
+from summa3d.plan.search.find import find_plans
+from summa3d.plan.search.memory import memory
+from summa3d.plan.search.plans import Plan
+from summa3d.plan.search.store import Store
+from summa3d.plan.search.timing import Times, number_of
+from summa3d.train.config import Config, DataConfig, numbers_of
+from summa3d.train.dry_run import predict, setting_of, training_of
+
+CLUSTER = load("dgx-h100")
+LAYERS = 7
+MODEL = ModelConfig(family="llama", layers=LAYERS, hidden=512, heads=8, sequence=256, vocabulary=1024)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def stage(ahead: int, replicas: int = 1, **axes: int) -> StageGrid:
+    shape = {"x": 1, "y": 1, "z": 1, **axes}
+    return StageGrid(
+        MODEL, "cuboid", tuple(shape.items()), "none", True, "bfloat16", "cuda", 2 * shape["x"], replicas, 8, ahead=ahead
+    )
+
+
+@pytest.mark.parametrize("inner", [stage(1, x=2, z=2), stage(2, x=2, y=2), stage(1, replicas=4, y=2)])
+def test_the_seconds_bytes_and_words_of_a_plan_with_prefetch_are_those_of_its_dry_run(
+    cache: Path, inner: StageGrid, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zero = 3 if inner.replicas > 1 else 1
+    plan = Plan(inner, inner.replicas, 1, 1, 1, 3, zero)
+    times = Times(CLUSTER, Store())
+    asked = Config(model=MODEL, device="cuda", dtype="bfloat16", data=DataConfig(tokenizer=numbers_of(MODEL)))
+    config = configured(plan, asked)
+    assert config.overlap.gather == inner.ahead
+    setting = setting_of(config, 0, 8, True)
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "TRACED", LAYERS)  # every block is traced
+        rank = Rank.traced(setting, training_of(config), between=True)
+    prices, spans = times.prices_of(plan), times.spans(plan)
+    for way in "FB":
+        parts = rank.ops[OpKey(way, 0, 1)].parts
+        assert {many for _, many in parts} == {1}
+        trace = [op for one, _ in parts for op in one.ops]
+        whole = sum(spans[cell, way].seconds * many for cell, many in ((ENTER, 1), (BLOCK, LAYERS), (LEAVE, 1)))
+        assert whole == pytest.approx(replay(trace, prices).seconds, rel=0.02), way
+    still = replace(plan, inner=replace(inner, ahead=0))
+    assert times.seconds(plan) < 0.995 * times.seconds(still)
+    assert sum(times.spans(still)[BLOCK, "F"].moved.values()) == pytest.approx(sum(spans[BLOCK, "F"].moved.values()))
+    held, before = (memory(one, *times.store.cells(one.inner, one.units)) for one in (plan, still))
+    dry = predict(config)
+    assert held.total == pytest.approx(dry["peak"], rel=0.1)
+    weights = 2 * max(rows * columns for rows, columns in MODEL.matrices) // (inner.ranks // inner.shape["x"])
+    assert 0 < held.prefetched <= inner.ahead * weights and before.prefetched == 0
+    assert before.total <= held.total <= before.total + held.prefetched + weights
+
+
+def test_the_search_takes_prefetch_where_it_gains_and_writes_it(cache: Path) -> None:
+    config = Config(model=replace(MODEL, layers=3), device="cuda", dtype="bfloat16")
+    found = find_plans(config, "dgx-h100", 4, 16, fix={"scheme": "cuboid", "x": 4, "dp": 1, "pp": 1}, top=2)
+    best = found[0]
+    assert best.plan.inner.ahead > 0 and found.config().overlap.gather == best.plan.inner.ahead
+    assert f"· prefetch {best.plan.inner.ahead}" in str(found)
+    still = replace(best.plan, inner=replace(best.plan.inner, ahead=0))
+    one = found.searched.priced(still, best.memory)
+    assert best.seconds < one.seconds and best.terms["axis"]["x"] < one.terms["axis"]["x"]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket(cache: Path, zero: int) -> None:
+    times = Times(CLUSTER, Store())
+    plan = Plan(stage(0, y=2), 16, 1, 1, 4, 3, zero)
+    sums, block = 3 if zero == 2 else 1, times.spans(plan)[BLOCK, "B"].seconds
+    alone, hidden, bound = (times._after(plan, seconds).replicas for seconds in (0.0, 1.0, float("inf")))
+    cells, _ = times.store.cells(plan.inner, plan.units)
+    held = number_of(plan, cells.elements, 0)
+    part = min(1.0, bucket_of(plan.inner, 2) / (4 * held))
+    once = (alone - hidden) / (sums - part)  # what one sum takes
+    assert 0 < part < 1 and hidden == bound < alone
+    exposed = (sums - 1) * max(0.0, once - LAYERS * block) + max(part * once, once - LAYERS * block)
+    assert times.after(plan).replicas == pytest.approx(hidden - part * once + exposed)
+    assert times.estimate(plan, least=True) <= times.estimate(plan)
+    on_hosts = replace(plan, inner=replace(plan.inner, device="cpu", dtype="float32"))
+    assert times.after(on_hosts) == times._after(on_hosts, 0.0)
