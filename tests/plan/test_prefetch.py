@@ -1,4 +1,4 @@
-"""What runs behind arithmetic on devices: weights gathered ahead, of which a block leaves one on its way, and sums over replicas."""
+"""What runs behind arithmetic on devices: weights gathered ahead, where a block leaves one on its way, and sums over replicas."""
 
 from __future__ import annotations
 
