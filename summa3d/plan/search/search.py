@@ -250,13 +250,17 @@ class PlanSearch:
         nearest = [one for one in done[: 2 * self.top] if one[0] <= NEAR * done[: self.top][-1][0]]
         nearest = sorted(nearest, key=lambda one: (self._simulated(one[1]), str(one[1])))
         chosen = {plan: held for _, plan, held in nearest[: self.top]}
-        chosen |= {plan: held for _, plan, held in self._waiting_for_weights(done)} if self.space.device == "cuda" else {}
         for family in FAMILIES:
             chosen |= {plan: held for _, plan, held in [one for one in done if one[1].family == family][:1]}
         fastest = lambda one: (one.seconds, str(one.plan))  # noqa: E731
         best = sorted((self.priced(plan, held) for plan, held in chosen.items()), key=fastest)
         many = len(best) if self.space.device == "cuda" else IN_PIECES
         best = sorted([*map(self.overlapped, best[:many]), *best[many:]], key=fastest)
+        for least, plan, held in self._waiting_for_weights(done) if self.space.device == "cuda" else ():
+            if least >= best[: self.top][-1].seconds:
+                break
+            if plan not in chosen:
+                best = sorted([*best, self.overlapped(self.priced(plan, held))], key=fastest)
         families = {one.plan.family: one for one in reversed(best)}
         families = {family: families[family] for family in FAMILIES if family in families}
         front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
@@ -265,14 +269,13 @@ class PlanSearch:
         return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *counts, self.rejected)
 
     def _waiting_for_weights(self, done: Sequence[tuple[float, Plan, Memory]]) -> list[tuple[float, Plan, Memory]]:
-        """Plans that prefetch may bring among the best, those first that gain most: they lose what they wait for weights."""
-        found, last = [], done[: self.top][-1][0]
+        """Plans that prefetch may make faster, and the seconds that they take at least if they wait for no weight, ascending."""
+        found = []
         for seconds, plan, held in done:
             if plan.inner.weight_axes:
                 waited = terms(plan, self.times, 0.0)["axis"]
-                left = seconds - sum(waited.get(axis, 0.0) for axis in plan.inner.weight_axes)
-                found += [(left, plan, held)] if left < last else []
-        return sorted(found, key=lambda one: (one[0], str(one[1])))[: 2 * self.top]
+                found.append((seconds - sum(waited.get(axis, 0.0) for axis in plan.inner.weight_axes), plan, held))
+        return sorted(found, key=lambda one: (one[0], str(one[1])))
 
     def priced(self, plan: Plan, held: Memory) -> Priced:
         """A plan with its pipeline simulated, and its time term by term."""
