@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-from ..errors import ConfigError, nearest
+from ..errors import ConfigError
 from ..nn.config import named_models
 from ..train import config as configuration
 from ..train import toml
@@ -55,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     found = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
     if not found:
+        found = [key for key in keys() if what and _is_shown(key) and key.name.rpartition(".")[2] == what]
+    if not found:
         known = [*(key.name for key in keys() if _is_shown(key)), *shipped, *models]
-        raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {nearest(what, known)!r}.")
+        raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {toml.nearest_key(what, known)!r}.")
     if args.toml:
         print(commented({}), end="")
         return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -211,6 +212,23 @@ def _continues(args: argparse.Namespace, folder: Path) -> bool:
     return bool(args.resume or args.start_or_resume)
 
 
+def _say_replaced(args: argparse.Namespace, folder: Path, assignments: Sequence[str]) -> None:
+    """Say which settings of a run that is continued the configuration named beside --resume replaces, but for the grid's."""
+    from ..train import config as configuration
+    from ..train import toml
+
+    file = folder / "config.toml"
+    if args.config is None or not file.is_file():
+        return
+    with contextlib.suppress(Summa3dError):  # a run of an older version; its checkpoint is looked at later
+        sources = (str(file), args.config)
+        own, named = (configuration.to_table(configuration.load(source, assignments)) for source in sources)
+        changed = [one for one in toml.changes(own, named) if not one.startswith(("grid.", "scheme ", "chosen "))]
+        if changed:
+            said = f"{args.config} replaces settings of {folder}: {', '.join(changed)}"
+            print(f"summa3d train: {said}; without a configuration the run keeps its own", file=sys.stderr, flush=True)
+
+
 def run(args: argparse.Namespace) -> int:
     """Train, print the summary on rank 0, and return the exit status; collective over all ranks."""
     from mpi4py import MPI
@@ -230,6 +248,8 @@ def run(args: argparse.Namespace) -> int:
     assignments = [*args.assignments, *(["train.tensorboard=true"] if args.tensorboard else [])]
     if args.grids is not None:
         return _compare_grids(args, args.config or str(folder / "config.toml"))
+    if resumes and not args.dry_run and MPI.COMM_WORLD.rank == 0:
+        _say_replaced(args, folder, assignments)
     if not args.dry_run:  # what is soon seen to be wrong, before a grid is chosen
         data = configuration.load(args.config or str(folder / "config.toml"), assignments).data
         on_root(MPI.COMM_WORLD, lambda: corpus.check(data), DataError)

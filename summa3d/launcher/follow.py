@@ -27,12 +27,15 @@ PATIENCE = 6.0
 """Seconds beyond the limit, so that ranks that are not stopped may speak first: they know more."""
 LONG = 5.0
 """Seconds that a rank must have waited when a job is interrupted, for the interruption to look like the end of a hang."""
+ALONE = 20.0
+"""Seconds for which ranks must have waited, all others having ended, for nobody to be on the way with an answer."""
 
 
 def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a launcher to its end, and say what the ranks were doing if it failed; its exit status, as a shell gives it.
 
-    A process of the job that stays stopped beyond the limit of the watchdog is killed, and so the launcher ends the job.
+    A process of the job that stays stopped beyond the limit of the watchdog is killed, and so the launcher ends the job; ranks
+    that wait for ranks that have ended are (`Alone`).
 
     Raises OSError where it cannot be started, ConfigError for an unknown value of SUMMA3D_WATCHDOG.
     """
@@ -44,11 +47,12 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
             environ = {**environ, flight_files.VARIABLE: str(folder)}
         child = Child(command, environ, before)
         first.follow(child.process.pid)
-        status = child.wait(stopped.look)
+        alone = Alone(folder, ALONE if stopped.limit else 0.0)
+        status = child.wait(stopped.look, alone.look)
         if status != 0:
             segments.remove_left(began)
         if status not in (0, preemption.STATUS) and folder is not None:
-            for line in _ended(status, child, first, stopped.killed, folder):
+            for line in _ended(status, child, first, stopped.killed or alone.ended, folder):
                 print(line, file=sys.stderr)
     finally:
         if folder is not None:
@@ -61,7 +65,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
 def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: Path) -> Iterator[str]:
     """What is said of a job that has failed: what ended it, where nothing has said so, and the table of `told`.
 
-    killed : whether a process was, for it had stopped
+    killed : whether this process has ended it, and said why
     """
     interrupted = status == preemption.INTERRUPTED
     if not killed and not any(folder.glob(f"{flight_files.CLAIM}*")):
@@ -117,6 +121,42 @@ class Stopped:
                     os.kill(process, signal.SIGKILL)
 
 
+class Alone:
+    """Ends a job whose ranks on this node, all there are, have ended but for some that wait in communications for `limit` s.
+
+    As where rank 0 alone asks for a norm: nobody is left that could answer. With a limit of 0, or without records, none is ended.
+    """
+
+    def __init__(self, folder: Path | None, limit: float) -> None:
+        self.folder, self.limit, self.ended = folder, limit, False
+        self._waits, self._seconds, self._last = dict[int, int](), 0.0, time.monotonic()
+
+    def look(self, launcher: int) -> None:
+        """Look at the records of the ranks; say which wait for ranks that have ended, and ask the launcher to end the job."""
+        elapsed, self._last = min(time.monotonic() - self._last, 2 * LOOK_EVERY), time.monotonic()
+        if self.folder is None or not self.limit or self.ended:
+            return
+        waits = self._alone(self.folder)
+        self._seconds = self._seconds + elapsed if waits and waits == self._waits else 0.0
+        self._waits = waits
+        if self._seconds >= self.limit:
+            self.ended = True
+            who = f"rank{'s' if len(waits) > 1 else ''} {', '.join(map(str, waits))}"
+            said = f"{who} waited {self.limit:g} s for ranks that have ended: a call that they did not make; the job ends"
+            print(f"summa3d launch: {said}", file=sys.stderr, flush=True)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(launcher, signal.SIGTERM)
+
+    @staticmethod
+    def _alone(folder: Path) -> dict[int, int]:
+        """The ranks that are left, with the number of the communication that each waits in; none where one of them is at work."""
+        heads = [head for head in map(flight_files.head_of, flight_files.records_of(folder).values()) if head is not None]
+        if not any(head.ended for head in heads) or len(heads) < heads[0].ranks:
+            return {}  # as where other nodes have ranks
+        left = flight.neighbours(folder)
+        return {rank.rank: rank.number for rank in left} if all(rank.waits for rank in left) else {}
+
+
 class Child:
     """The launcher as a child in a process group of its own, so that Ctrl-C in a terminal reaches it once, and by this process.
 
@@ -147,16 +187,17 @@ class Child:
         if terminal:
             threading.Thread(target=self._feed, name="stdin", daemon=True).start()
 
-    def wait(self, look: Callable[[int], None]) -> int:
+    def wait(self, *looks: Callable[[int], None]) -> int:
         """Pass signals on until the launcher ends, and return its status as a shell gives it; 130 where it was interrupted.
 
-        look : is called with the launcher's process every LOOK_EVERY seconds
+        looks : are called with the launcher's process every LOOK_EVERY seconds
         """
         with self.process as child:
             while child.poll() is None:
                 info = signal.sigtimedwait([*PASSED_ON, signal.SIGCHLD], LOOK_EVERY)
                 if info is None:
-                    look(child.pid)
+                    for look in looks:
+                        look(child.pid)
                 elif info.si_signo != signal.SIGCHLD:
                     self._pass_on(info.si_signo)
         status = 128 - child.returncode if child.returncode < 0 else child.returncode

@@ -148,7 +148,7 @@ def _sizes(point: Point) -> str:
 
 
 def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, SweepLine]) -> list[str]:
-    """How many points of each rank count are measured, have failed, and are missing; then each error."""
+    """How many points of each rank count are measured, have failed, and are missing; each error; lines of other settings."""
     lines = [f"{'ranks':>6}{'points':>8}{'done':>7}{'failed':>8}{'missing':>9}"]
     for count in sweep.ranks:
         own = [point for point in points if point.ranks == count]
@@ -158,6 +158,8 @@ def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, Swee
     for point in points:
         if "error" in known.get(point.id, {}):
             lines.append(f"{point.id} {point.label}: {known[point.id]['error'].splitlines()[0]}")
+    if others := len(known.keys() - {point.id for point in points}):
+        lines.append(f"the folder holds {counted(others, 'point')} of other settings: give the --set of their run to see them")
     return lines
 
 

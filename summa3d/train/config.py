@@ -703,7 +703,8 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
         raise ConfigError(
             f"{counted(ranks, 'rank')} cannot be divided into {outer} equal parts "
             f"(grid.cp {config.grid.cp} · grid.ep {config.grid.ep} · grid.dp {config.grid.dp} · grid.pp {config.grid.pp}). "
-            f"Numbers of ranks that fit: {', '.join(str(outer * many) for many in (ranks // outer, ranks // outer + 1) if many)}."
+            f"Numbers of ranks that fit: {', '.join(str(outer * n) for n in (ranks // outer, ranks // outer + 1) if n)}. "
+            "A dry run takes --ranks."
         )
     kinds = CHOSEN[1 + free], CHOSEN[3 + free]
     asked = replace(config, chosen=kinds["dp" not in table.get("grid", {})])

@@ -15,6 +15,27 @@ from ..files import LARGEST_WHOLE, toml_value
 Settings = TypeVar("Settings")
 type_hints = cache(typing.get_type_hints)
 """Each class's once: one configuration asks for those of its tables dozens of times."""
+ELSEWHERE = {
+    "grid.y": "tp tensor_parallel tensor_parallel_size tensor_model_parallel_size tp_size mp_size",
+    "grid.pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pp_size",
+    "grid.cp": "context_parallel context_parallel_size cp_size",
+    "grid.ep": "expert_parallel expert_model_parallel_size ep_size",
+    "grid.dp": "data_parallel data_parallel_size dp_size",
+    "replicas.zero": "zero_stage zero_optimization use_distributed_optimizer fsdp",
+    "recompute": "activation_checkpointing gradient_checkpointing activation_checkpoint recompute_granularity",
+    "train.accumulate": "gradient_accumulation gradient_accumulation_steps grad_accum micro_batch_size num_micro_batches",
+    "train.batch": "batch_size global_batch_size train_batch_size",
+    "train.steps": "max_iters max_steps train_iters num_steps",
+    "train.warmup": "warmup_steps warmup_iters lr_warmup_iters",
+    "train.checkpoint_every": "save_interval save_steps",
+    "model.layers": "n_layer num_layers num_hidden_layers",
+    "model.heads": "n_head num_heads num_attention_heads",
+    "model.hidden": "n_embd d_model hidden_size dim",
+    "model.sequence": "seq_length seq_len block_size max_seq_len n_positions",
+    "model.vocabulary": "vocab_size vocab",
+    "dtype": "bf16 fp16 precision mixed_precision",
+}
+"""Key → what other libraries call it, which an error for an unknown key knows; docs/coming-from.md has their whole tables."""
 
 
 def build(cls: type[Settings], table: Mapping[str, Any], prefix: str = "", known: Sequence[str] = ()) -> Settings:
@@ -219,10 +240,17 @@ def leaves(cls: type, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
+def nearest_key(key: str, known: Sequence[str]) -> str:
+    """The known key that another library gives this name, or else the most similar one."""
+    name = key.rpartition(".")[2].replace("-", "_").lower()
+    meant = (here for here, names in ELSEWHERE.items() if name in names.split() and here in known)
+    return next(meant, None) or nearest(key, known)
+
+
 def unknown_key(key: str, known: Sequence[str], removed: str | None = None) -> ConfigError:
     """The error for an unknown key, which suggests the nearest known key; `removed` is the remark on a key that was removed."""
     also = "" if removed is None else f"\n  It was removed: {removed}"
-    return ConfigError(f"Unknown configuration key {key!r}. The nearest known key is {nearest(key, known)!r}.{also}")
+    return ConfigError(f"Unknown configuration key {key!r}. The nearest known key is {nearest_key(key, known)!r}.{also}")
 
 
 def removed_of(cls: Any) -> Mapping[str, str]:

@@ -70,6 +70,8 @@ def test_a_key_a_table_and_a_file_are_shown(capsys: pytest.CaptureFixture[str]) 
     ]
     assert entry.main(["config", "llama-tiny"]) == 0
     assert '\nfamily = "llama"\n' in capsys.readouterr().out
+    assert entry.main(["config", "accumulate"]) == 0  # the last part of a key
+    assert capsys.readouterr().out.startswith("train.accumulate = 1 ")
     assert entry.main(["config", "lr"]) == 1
     assert "The nearest is 'train.learning_rate'" in capsys.readouterr().err
 

@@ -97,6 +97,8 @@ def test_resume_needs_no_configuration_and_json_is_one_line(trained: tuple[Path,
     again = summa3d("train", "--run", folder / "run", "--resume", "--set", "train.steps=8")
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout == f"nothing to do: {folder / 'run'} has taken its 8 steps; raise train.steps to continue\n"
+    named = summa3d("train", "demo", "--run", folder / "run", "--resume", "--set", "train.steps=8")  # of another size
+    assert re.search(r"demo replaces settings of \S+: .*data.path \S+ → stdlib.*; without a configuration", named.stderr)
 
 
 def test_a_runs_end_sets_the_predicted_beside_the_measured_step(

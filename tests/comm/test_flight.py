@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import signal
+import subprocess
 import time
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 
 from summa3d.comm.health import flight, flight_files
 from summa3d.comm.transport.call import Route
+from summa3d.launcher import follow
 
 JOB = """
 import os, sys, threading, time
@@ -139,6 +142,53 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path, monkeypatch: 
     first, *others = flight.table(flight.read_folder(tmp_path), time.time())[1:]
     assert ", rank 2 called all_gather; " in first
     assert others[-1] == "  ranks 3: no record on this node"
+
+
+def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorders, records = [], flight.AxisRecords("x (ranks 0, 1, 2)", list)
+    for rank in range(3):
+        recorders.append(flight.Recorder(tmp_path / f"{rank}.flight", rank, 3))
+        monkeypatch.setattr(flight, "recorder", recorders[-1])
+        began = begin(recorders[-1], records, "barrier")
+        if rank == 2:
+            flight.end(began, time.perf_counter())
+    elapsed = iter(range(0, 100, 2))
+    monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(elapsed)))
+    with subprocess.Popen(["sleep", "60"]) as job:
+        alone = follow.Alone(tmp_path, 4.0)
+
+        def looks(times: int) -> bool:
+            for _ in range(times):
+                alone.look(job.pid)
+            return alone.ended
+
+        assert not looks(5)  # nobody has ended
+        recorders[2].close()
+        assert not looks(2)  # 0 s and 2 s
+        recorders[1].number += 1
+        monkeypatch.setattr(flight, "recorder", recorders[1])
+        begin(recorders[1], records, "barrier")
+        assert not looks(2)  # rank 1 went on
+        assert looks(1)
+    assert job.returncode == -signal.SIGTERM
+    assert "ranks 0, 1 waited 4 s for ranks that have ended" in capsys.readouterr().err
+
+
+@pytest.mark.wide
+def test_a_norm_that_rank_0_alone_asks_for_ends_the_job_with_who_waited(folder: Path) -> None:
+    (folder / "norm.py").write_text(
+        "from mpi4py import MPI\nfrom summa3d import DistMatrix, Grid\n"
+        'grid = Grid(MPI.COMM_WORLD, {"x": 2, "y": 2})\nA = DistMatrix.zeros((4, 4), grid, "m:x k:y")\n'
+        "print(A.norm()) if grid.rank == 0 else None\n"
+    )
+    code = (
+        "import sys; from summa3d.launcher import follow; follow.ALONE = 2.0; from summa3d.cli.main import main; sys.exit(main())"
+    )
+    ended = jobs.run_serial(["-c", code, "launch", "-n", "4", "norm.py"], fresh=True, cwd=folder, timeout=100)
+    assert ended.status != 0 and "rank 0 waited 2 s for ranks that have ended: a call that they did not make" in ended.stderr
+    assert re.search(r"rank 0: waits .*\n  rank 1: has ended", ended.stderr), ended.stderr
 
 
 def test_who_reads_where_records_are_kept_while_another_rank_says_so_reads_it_whole(tmp_path: Path) -> None:

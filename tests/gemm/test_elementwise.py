@@ -26,6 +26,9 @@ def test_matrices_that_lie_alike_and_scalars_combine_locally(comm, make_grid, ki
         left, right = (DistMatrix.from_global(array(kind, "float64", one), grid, layout) for one in (a, b))
         with grid.ledger.watch() as moved:
             found = [left + right, left - right, left * right, left / right, 1 - left, 2 / left, left + 1, left / 3, abs(left)]
+        with pytest.raises(TypeError, match=r"abs\(A - B\).max\(\)"):  # no False for equal elements
+            bool(left == right)
+        assert left == left and left in {left} and left != 1
         want = [a + b, a - b, a * b, a / b, 1 - a, 2 / a, a + 1, a / 3, abs(a)]
         assert moved.calls == 0 and all(one.layout == left.layout for one in found)
         for one, value in zip(found, want, strict=True):

@@ -158,6 +158,8 @@ def test_products_of_a_sweep_are_shown_as_those_of_bench(tmp_path: Path, capsys:
     words += ["--set", "m=24", "--set", "n=24", "--set", "k=24", "--set", "rounds=2"]
     done = jobs.run(["-m", "summa3d", *words], 2)
     assert done.status == 0 and "1/1: 1, 2 ranks: chosen" in done.stderr
+    assert cli(["sweep", "status", "product-strong", "--dir", str(tmp_path / "s")]) == 0
+    assert "the folder holds 2 points of other settings" in capsys.readouterr().out  # the --set of the run is not given
     assert cli(["report", str(tmp_path / "s"), "--format", "csv"]) == 0
     assert "Strong scaling of 24×24×24 nn float32; speed-up and efficiency over serial" in capsys.readouterr().out
     assert cli(["sweep", "collect", str(tmp_path), "-o", str(tmp_path / "all.jsonl")]) == 0

@@ -13,7 +13,7 @@ import pytest
 
 from summa3d.cli.train import picker
 from summa3d.errors import ConfigError
-from summa3d.train import config
+from summa3d.train import config, toml
 
 
 def test_a_written_configuration_reads_back_equal(tmp_path: Path) -> None:
@@ -71,6 +71,9 @@ def test_an_override_wins_over_the_file_and_none_unsets(tmp_path: Path) -> None:
         ("overlap.gathers", "overlap.gather"),
         ("steps", "train.steps"),
         ("shceme", "scheme"),
+        ("grid.tp", "grid.y"),  # what other libraries call it
+        ("train.micro-batch-size", "train.accumulate"),
+        ("zero_stage", "replicas.zero"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_known_one(wrong: str, nearest: str) -> None:
@@ -256,3 +259,9 @@ def test_a_grid_is_chosen_for_the_ranks_of_one_stage() -> None:
     assert config.load_for(8, "demo", ["grid.pp=2"], choose).grid.axes == {"x": 4, "y": 1, "z": 1, "pp": 2} and asked == [4]
     with pytest.raises(ConfigError, match=r"3 ranks cannot be divided into 2 equal parts .* fit: 2, 4"):
         config.load_for(3, "demo", ["grid.pp=2"], choose)
+
+
+def test_names_of_other_libraries_lead_to_keys_that_there_are() -> None:
+    assert toml.ELSEWHERE.keys() <= set(toml.leaves(config.Config))
+    names = " ".join(toml.ELSEWHERE.values()).split()
+    assert len(names) == len(set(names))

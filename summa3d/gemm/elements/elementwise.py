@@ -81,6 +81,16 @@ class Elementwise(Distributed):
         """A copy in another dtype: a name such as bfloat16, numpy's or torch's. Local. Raises ShapeError for complex to real."""
         return _each(self, lambda block: _as_dtype(block, dtype), "astype")
 
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Raise TypeError for another matrix: Python would compare which object it is, and numpy elements."""
+        if isinstance(other, Elementwise) and other is not self:
+            raise TypeError(
+                "A == B of distributed matrices is not defined. abs(A - B).max() is how far they differ, A is B the object."
+            )
+        return NotImplemented
+
     def __array__(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError("A distributed matrix is no array: each rank has a block of it, A.block. A.to_global() is the whole.")
 
