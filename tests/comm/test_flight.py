@@ -147,13 +147,11 @@ def test_a_rank_that_calls_something_else_is_named(tmp_path: Path, monkeypatch: 
 def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recorders, records = [], flight.AxisRecords("x (ranks 0, 1, 2)", list)
+    recorders, records, begun = list[flight.Recorder](), flight.AxisRecords("x (ranks 0, 1, 2)", list), list[int]()
     for rank in range(3):
         recorders.append(flight.Recorder(tmp_path / f"{rank}.flight", rank, 3))
         monkeypatch.setattr(flight, "recorder", recorders[-1])
-        began = begin(recorders[-1], records, "barrier")
-        if rank == 2:
-            flight.end(began, time.perf_counter())
+        begun.append(begin(recorders[-1], records, "barrier"))
     elapsed = iter(range(0, 100, 2))
     monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(elapsed)))
     with subprocess.Popen(["sleep", "60"]) as job:
@@ -164,13 +162,15 @@ def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
                 alone.look(job.pid)
             return alone.ended
 
-        assert not looks(5)  # nobody has ended
+        assert not looks(5)  # all wait, and nobody has ended
+        flight.end(begun[2], time.perf_counter())
         recorders[2].close()
         assert not looks(2)  # 0 s and 2 s
-        recorders[1].number += 1
         monkeypatch.setattr(flight, "recorder", recorders[1])
+        flight.end(begun[1], time.perf_counter())
+        assert not looks(5)  # rank 1 is at work
         begin(recorders[1], records, "barrier")
-        assert not looks(2)  # rank 1 went on
+        assert not looks(2)  # and waits again
         assert looks(1)
     assert job.returncode == -signal.SIGTERM
     assert "ranks 0, 1 waited 4 s for ranks that have ended" in capsys.readouterr().err
