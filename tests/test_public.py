@@ -76,10 +76,13 @@ def test_the_package_carries_every_file_that_is_no_module() -> None:
     assert modules == {ROOT / place for place in places}
 
 
+RECIPES = ("train", "plot", "bpe", "hdf5")
+
+
 def test_recipes_name_what_the_package_needs_and_its_version() -> None:
-    """Of the core's requirements and of the extras train and plot, each with its lowest version."""
+    """Of the core's requirements and of some extras, each with its lowest version; conda's recipe makes the command too."""
     found = installed()
-    needs = [*found["install_requires"], *found["extras_require"]["train"], *found["extras_require"]["plot"]]
+    needs = [*found["install_requires"], *(need for name in RECIPES for need in found["extras_require"][name])]
     spack = (ROOT / "packaging/spack/py-summa3d/package.py").read_text(encoding="utf-8")
     conda = (ROOT / "packaging/conda/meta.yaml").read_text(encoding="utf-8")
     for need in needs:
@@ -88,5 +91,6 @@ def test_recipes_name_what_the_package_needs_and_its_version() -> None:
         if "python_version" not in need:
             conda_name = {"torch": "pytorch", "matplotlib": "matplotlib-base"}.get(name, name)
             assert f"- {conda_name} >={lowest}\n" in conda, need
-    version = found["version"]
+    version, (command,) = found["version"], found["entry_points"]["console_scripts"]
+    assert f"    - {command}\n" in conda
     assert f"version: {version}\n" in conda and f"version: {version}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
