@@ -258,8 +258,18 @@ def _read(tensors: list[Tensor], norm_type: float) -> list[float]:
     """
     if not tensors or tensors[0].is_meta:
         return [0.0] * len(tensors)
-    wide = [one.float() if one.dtype.itemsize < 4 else one for one in tensors]
-    stretches = [one.flatten().split(STRETCH) if one.numel() else () for one in wide]
-    norms = torch._foreach_norm([one for several in stretches for one in several], norm_type) if any(stretches) else ()
-    values = iter(torch.stack([one.double() for one in norms]).tolist() if norms else [])
-    return [float(np.linalg.norm([next(values) for _ in several], norm_type)) if several else 0.0 for several in stretches]
+    norms = [_of_stretches(one.float() if one.dtype.itemsize < 4 else one, norm_type) for one in tensors]
+    values = np.array(torch.cat([one for several in norms for one in several]).double().tolist() if any(norms) else [])
+    ends = np.cumsum([sum(map(len, several)) for several in norms])
+    return [float(np.linalg.norm(of, norm_type)) if of.size else 0.0 for of in np.split(values, ends[:-1])]
+
+
+def _of_stretches(tensor: Tensor, norm_type: float) -> list[Tensor]:
+    """The norms of a tensor's stretches, in its dtype: those of whole stretches, and of what is left."""
+    flat, found = tensor.flatten(), []
+    many, left = divmod(len(flat), STRETCH)
+    if many:
+        found.append(torch.linalg.vector_norm(flat[: many * STRETCH].view(many, STRETCH), norm_type, dim=1))
+    if left:
+        found.append(torch.linalg.vector_norm(flat[many * STRETCH :], norm_type)[None])
+    return found

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 CELLS = (ENTER, BLOCK, LEAVE)
 ADAMW = TrainConfig()
-CALLS_OF_UPDATE, CALLS_OF_NORM = 5, 2
-"""Torch's calls of a parameter, behind the last backward, and of a stretch of its gradient."""
+CALLS_OF_UPDATE, CALLS_OF_NORM = 5, 6
+"""Torch's calls of a parameter, behind the last backward, and for the norm of its gradient."""
 CellKey = tuple[StageGrid, int, tuple[tuple[str, int], ...], int]
 """What the times of cells depend on: their sizes, units of the micro-batch, tile, and ranks outside the grid of a stage."""
 
@@ -255,7 +255,7 @@ class Times:
         """Seconds of the update of so many elements of so many parameters: with further axes, that of as many replicas.
 
         The norm reads every gradient, a kernel a parameter. On hosts torch's calls count, too: of a parameter to find its part's
-        gradient, weight and moments, and of each stretch of a gradient its norm.
+        gradient, weight and moments, and for its norm.
         """
         if plan.inner.outer:
             plan = replace(plan, inner=replace(plan.inner, outer=(), options=()), dp=plan.copies)
@@ -267,9 +267,7 @@ class Times:
         seconds = sum((prices.seconds(one) if isinstance(one, Op) else one for one in self._updates[key]), 0.0)
         calls = float(tensors)
         if self.cluster["host.slots"]:
-            from ...nn.gradients import STRETCH
-
-            calls = CALLS_OF_UPDATE * tensors + CALLS_OF_NORM * held / STRETCH
+            calls = float((CALLS_OF_UPDATE + CALLS_OF_NORM) * tensors)
         return seconds + prices.elements(dtype_of(master_dtype(plan.inner.dtype)).nbytes * held, calls)
 
     def _update(self, cells: Cells, held: int, prices: Prices) -> Iterator[float | Op]:
