@@ -92,7 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_search(search: argparse._ArgumentGroup) -> None:
     """Add the options of a search."""
     search.add_argument(
-        "--model", nargs="+", metavar="MODEL", help="A model's name, a configuration or TOML file, and KEY=VALUE of its sizes."
+        "--model",
+        nargs="+",
+        metavar="MODEL",
+        help="A model's name, a configuration or TOML file, or a Transformers folder, and KEY=VALUE of its sizes.",
     )
     search.add_argument("--cluster", metavar="NAME|FILE", help="Plan for this cluster: one that is shipped, or a TOML file.")
     search.add_argument(

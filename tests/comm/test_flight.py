@@ -170,8 +170,11 @@ def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
         flight.end(begun[1], time.perf_counter())
         assert not looks(5)  # rank 1 is at work
         begin(recorders[1], records, "barrier")
-        assert not looks(2)  # and waits again
-        assert looks(1)
+        assert not looks(2)  # and waits again, not for long
+        (tmp_path / "0.flight").rename(tmp_path / "away")
+        assert not looks(5)  # a rank of another node is not seen
+        (tmp_path / "away").rename(tmp_path / "0.flight")
+        assert not looks(2) and looks(1)
     assert job.returncode == -signal.SIGTERM
     assert "ranks 0, 1 waited 4 s for ranks that have ended" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from summa3d.cli import main as entry
 from summa3d.cluster import load, read_text
 from summa3d.errors import ClusterError, ConfigError
 from summa3d.plan import questions
+from summa3d.plan.search.request import request
 
 MODEL = ("--model", "llama3-8b", "layers=8", "sequence=2048", "--cluster", "dgx-h100", "--program", "nemo", "--fix", "pp=1")
 
@@ -56,6 +57,13 @@ def test_the_template_is_a_whole_cluster() -> None:
 
 
 @pytest.mark.wide
+def test_a_folder_of_transformers_is_a_model_with_its_own_sizes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_key_value_heads": 2, **sizes}))
+    model = request([str(tmp_path), "sequence=64"], 8, load("dgx-h100")).config.model
+    assert (model.family, model.layers, model.hidden, model.kv_heads, model.sequence) == ("hf", 3, 48, 2, 64)
+
+
 def test_efficiency_over_ranks_is_that_of_the_fastest_plans(tmp_path: Path) -> None:
     lines = planned("--ranks", "4,8", "--batch", "16", "--tokens", "1e9", "--price", "2", "--plots", str(tmp_path))["scaling"]
     assert [line["ranks"] for line in lines] == [4, 8] and lines[0]["efficiency"] == 1

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from pathlib import Path
 from typing import Any
 
 from ...cluster import Cluster
@@ -39,7 +40,7 @@ class Request:
 
 
 def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cluster) -> Request:
-    """The model that words name: a name, a configuration (shipped, or a TOML file), then KEY=VALUE of `model`; or one itself.
+    """The model that words name: a name, a configuration (shipped, or a file) or a Transformers folder, then KEY=VALUE of it.
 
     KEY may be of the optimizer too: train.optimizer, train.muon.….
 
@@ -60,12 +61,15 @@ def request(asked: Sequence[str] | ModelConfig | Config, batch: int, cluster: Cl
     name = names[0] if names else ",".join(given)
     if not names or names[0] in known:
         table: dict[str, Any] = {"model": dict(known[names[0]]) if names else {}, "dtype": _dtype_on(cluster)}
-    elif names[0] in shipped() or names[0].endswith(".toml"):
+    elif names[0] in shipped() or names[0].endswith(".toml") or (Path(names[0]) / "config.json").is_file():
         load(names[0])  # so that an error names its file
         table = read_table(names[0])
     else:
         every = [*known, *shipped()]
-        raise ConfigError(f"unknown model {names[0]!r}; the nearest is {nearest(names[0], every)}. Known: {', '.join(every)}.")
+        near = f"the nearest is {nearest(names[0], every)}"
+        raise ConfigError(
+            f"unknown model {names[0]!r}; {near}. A TOML file, a Transformers folder, or one of {', '.join(every)}."
+        )
     override(Config, table, [word if word.startswith(("model.", *OPTIMIZER)) else f"model.{word}" for word in given])
     if not names and table["model"].get("family", "gpt2") in SPECIAL_TOKENS:
         table["model"] = COMMON | table["model"]

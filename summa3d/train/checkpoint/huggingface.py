@@ -347,7 +347,10 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
     """The ModelConfig of a Transformers config.json. Raises CheckpointError for an unsupported family or option."""
     family = original.get("model_type") if isinstance(original, dict) else None
     if not isinstance(family, str) or family not in FAMILIES:
-        raise CheckpointError(f"{source} holds a model of type {family!r}. Types that can be imported: {', '.join(FAMILIES)}.")
+        raise CheckpointError(
+            f"{source} holds a model of type {family!r}. Types that can be imported: {', '.join(FAMILIES)}. "
+            f"Other causal language models are trained as they are: summa3d train {source}."
+        )
     mapping = FAMILIES[family]
     original = _renamed(original, mapping)
     for key, allowed in mapping.fixed.items():
