@@ -56,7 +56,6 @@ def test_the_template_is_a_whole_cluster() -> None:
     assert [level.name for level in read_text(ended.stdout, "mine").levels] == ["node", "network"]
 
 
-@pytest.mark.wide
 def test_a_folder_of_transformers_is_a_model_with_its_own_sizes(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_key_value_heads": 2, **sizes}))
@@ -64,6 +63,7 @@ def test_a_folder_of_transformers_is_a_model_with_its_own_sizes(tmp_path: Path) 
     assert (model.family, model.layers, model.hidden, model.kv_heads, model.sequence) == ("hf", 3, 48, 2, 64)
 
 
+@pytest.mark.wide
 def test_efficiency_over_ranks_is_that_of_the_fastest_plans(tmp_path: Path) -> None:
     lines = planned("--ranks", "4,8", "--batch", "16", "--tokens", "1e9", "--price", "2", "--plots", str(tmp_path))["scaling"]
     assert [line["ranks"] for line in lines] == [4, 8] and lines[0]["efficiency"] == 1
