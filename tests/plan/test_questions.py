@@ -57,7 +57,7 @@ def test_the_template_is_a_whole_cluster() -> None:
 
 
 def test_a_folder_of_transformers_is_a_model_with_its_own_sizes(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 48, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 96}
+    sizes = {"hidden_size": 48, "intermediate_size": 132, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 300}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "num_key_value_heads": 2, **sizes}))
     model = request([str(tmp_path), "sequence=64"], 8, load("dgx-h100")).config.model
     assert (model.family, model.layers, model.hidden, model.kv_heads, model.sequence) == ("hf", 3, 48, 2, 64)
