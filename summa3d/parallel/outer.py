@@ -19,16 +19,16 @@ class OuterAxis(NamedTuple):
     refuses is no plan.
 
     name : of `comm.topology.OUTER` and `GridConfig`. splits_rows : whether its ranks take other rows of a micro-batch, as
-    replicas do; else all take the same rows, and other positions of them. misfit : (model, sizes of all axes of a stage, values
-    of `choices`) → why that cannot be, said before anything is traced, or "". choices : dotted key of a configuration → the
-    values that are searched where the axis has several ranks. sequence : the fewest positions of sequences that are searched with
-    it unasked. mixtures : whether models with experts alone are searched with it
+    replicas do; else all take the same rows, and other positions of them. misfit : (model, sizes of all axes of a stage, one of
+    `choices`) → why that cannot be, said before anything is traced, or "". choices : dotted keys of a configuration with the
+    values that are searched together where the axis has several ranks. sequence : the fewest positions of sequences that are
+    searched with it unasked. mixtures : whether models with experts alone are searched with it
     """
 
     name: str
     splits_rows: bool
     misfit: Callable[[ModelConfig, Mapping[str, int], Mapping[str, Any]], str]
-    choices: Mapping[str, tuple[Any, ...]] = {}
+    choices: tuple[Mapping[str, Any], ...] = ({},)
     sequence: int = 1
     mixtures: bool = False
 
@@ -36,7 +36,13 @@ class OuterAxis(NamedTuple):
         """Whether plans of a model have it. asked : the dotted keys that are fixed or limited."""
         if self.mixtures and not model.num_experts:
             return False
-        return model.sequence >= self.sequence or not {f"grid.{self.name}", *self.choices}.isdisjoint(asked)
+        return model.sequence >= self.sequence or not {f"grid.{self.name}", *self.values}.isdisjoint(asked)
+
+    @property
+    def values(self) -> dict[str, list[Any]]:
+        """Each dotted key of its choices → its values."""
+        keys = dict.fromkeys(key for one in self.choices for key in one)
+        return {key: list(dict.fromkeys(one[key] for one in self.choices if key in one)) for key in keys}
 
 
 def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
@@ -45,7 +51,10 @@ def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[
     >>> context_misfit(ModelConfig(family="gpt2", sequence=18), {"cp": 4}, {"context.kind": "ring"})
     'sequence 18 cannot be split over cp = 4: contexts (ring) take 2·4 equal parts, two for each.'
     """
-    split = ContextSplit(grid["cp"], options=ContextOptions(values["context.kind"]))
+    heads = values.get("context.heads", 1)
+    if heads >= grid["cp"] > 1 and heads > 1:
+        return f"groups of {heads} contexts are all of cp = {grid['cp']}, which is kind heads"
+    split = ContextSplit(grid["cp"], options=ContextOptions(values["context.kind"], heads=heads))
     try:
         split.check_family(model.family, model.attention_dropout)
         split.check(model.sequence, model.heads)
@@ -66,8 +75,14 @@ def expert_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[s
 LONG = 65_536
 """Positions of a sequence from which on a search has contexts unasked: each of their sizes and kinds has cells to trace."""
 
+KINDS: tuple[Mapping[str, Any], ...] = (
+    *({"context.kind": kind} for kind in ("gather", "ring", "heads")),
+    *({"context.kind": "mesh", "context.heads": heads} for heads in (2, 4, 8)),
+)
+"""How contexts attend to each other's parts, as a search tries it."""
+
 SEARCHED: tuple[OuterAxis, ...] = (
-    OuterAxis("cp", False, context_misfit, {"context.kind": ("gather", "ring", "heads")}, LONG),
+    OuterAxis("cp", False, context_misfit, KINDS, LONG),
     OuterAxis("ep", True, expert_misfit, mixtures=True),
 )
 """The axes that are searched, in the order of ranks; `dp` and `pp`, to which ZeRO and schedules belong, are always."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod
@@ -21,6 +21,8 @@ Ports = tuple[tuple[int, int], ...]
 """(size, ports) of each level, innermost first: what loads depend on of a cluster. They do not depend on its speeds."""
 
 
+RUNS = "runs of "
+"""What the label of runs of consecutive members of a plane begins its last part with; their size follows."""
 DIGITS = 12
 """Of loads: thirds of a byte add up to whole ones."""
 
@@ -61,9 +63,41 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     members of a group in a unit have several ports, the edge is spread over as many as both ends have: one ring for each port.
     """
     ports = tuple((level.size, level.ports) for level in levels)
-    return _loads_along(
-        TopologyKey(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items())), axis, ports, pattern
-    )
+    placement = TopologyKey(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items()))
+    part = part_of(axis)
+    return (_loads if part.size or part.indices else _loads_along)(placement, axis, ports, pattern)
+
+
+class GroupLabel(NamedTuple):
+    """What the label of an axis says: its names, the size of runs of consecutive members, the places of those members alone."""
+
+    names: tuple[str, ...]
+    size: int = 0
+    indices: tuple[int, ...] = ()
+
+
+@cache
+def part_of(label: str) -> GroupLabel:
+    """The names of an axis or plane, and which members of it the label is of (`Grid.contiguous_sub_axis`, `Grid.sub_axis`).
+
+    The label of one member alone is a name.
+
+    >>> part_of("x·y"), part_of("cp·runs of 2").size, part_of("cp=0+2").indices
+    (GroupLabel(names=('x', 'y'), size=0, indices=()), 2, (0, 2))
+    """
+    *names, last = label.split("·")
+    if last.startswith(RUNS):
+        return GroupLabel(tuple(names), size=int(last.removeprefix(RUNS)))
+    name, _, places = last.partition("=")
+    if "+" not in places:
+        return GroupLabel((*names, last))
+    return GroupLabel((*names, name), indices=tuple(map(int, places.split("+"))))
+
+
+def group_size(shape: Mapping[str, int], label: str) -> int:
+    """The members of each group of an axis, a plane, or a part of one, on a grid of this shape."""
+    part = part_of(label)
+    return part.size or len(part.indices) or prod(shape.get(name, 1) for name in part.names)
 
 
 @lru_cache(4096)
@@ -216,15 +250,27 @@ def members(topology: Topology, axis: str) -> list[list[int]]:
 
 
 def _groups(topology: Topology, axis: str) -> np.ndarray:
-    """[groups, members] ranks, ascending."""
-    inside = axis.split("·")
+    """[groups, members] ranks, ascending.
+
+    Members at places of an axis that are evenly apart, all along it, have others like them at all other places.
+    """
+    part = part_of(axis)
+    inside, wanted = part.names, np.array(part.indices)
     digits = [(name in inside, topology.tile[name]) for name in topology.order]
     digits += [(name in inside, topology.shape[name] // topology.tile[name]) for name in topology.order]
     ranks = np.arange(topology.size).reshape([radix for _, radix in reversed(digits)])
     of_axis = [place for place, (mine, _) in enumerate(reversed(digits)) if mine]
     moved = np.moveaxis(ranks, of_axis, range(-len(of_axis), 0)) if of_axis else ranks[..., None]
     many = prod(radix for mine, radix in digits if mine)
-    return moved.reshape(-1, many)
+    groups = moved.reshape(-1, many)
+    if part.size:
+        return groups.reshape(-1, part.size)
+    if not part.indices:
+        return groups
+    apart = many // len(wanted)
+    if many % len(wanted) == 0 and (np.diff(wanted) == apart).all():
+        return groups.reshape(-1, len(wanted), apart).swapaxes(1, 2).reshape(-1, len(wanted))
+    return groups[:, wanted]
 
 
 def level_of(source: np.ndarray, target: np.ndarray, ports: Ports) -> np.ndarray:

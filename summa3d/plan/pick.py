@@ -182,7 +182,7 @@ def plan_of(config: Config, choice: SchemeChoice, cluster: Cluster) -> Plan:
     grid, replicas, pipeline = config.grid, config.replicas, config.pipeline
     around = [one for one in SEARCHED if grid.axes.get(one.name, 1) > 1]
     outer = tuple((one.name, grid.axes[one.name]) for one in around)
-    options = tuple((key, reduce(getattr, key.split("."), config)) for one in around for key in one.choices)
+    options = tuple((key, reduce(getattr, key.split("."), config)) for one in around for key in one.values)
     copies = prod(size for _, size in outer)
     inner = StageGrid(
         config.model,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from math import log2, prod
+from math import log2
 from typing import NamedTuple
 
 from ..cluster import Cluster
 from ..comm.topology import Topology
 from ..dry.record import Op
 from ..dtypes import dtype_of
-from .links import Load, busy_ports, loads
+from .links import Load, busy_ports, group_size, loads
 
 ATTENTION = "attention"
 LANES = 32
@@ -138,9 +138,7 @@ class Prices:
 
     def move(self, op: Op) -> tuple[float, float]:
         """Seconds of a communication's hops and launch, and of its volume: the words received, of a broadcast the message."""
-        members = self._members.get(op.axis) or self._members.setdefault(
-            op.axis, prod(self.topology.shape.get(name, 1) for name in op.axis.split("·"))
-        )
+        members = self._members.get(op.axis) or self._members.setdefault(op.axis, group_size(self.topology.shape, op.axis))
         if members == 1 or op.words == 0:
             return 0.0, 0.0
         volume = float(op.words * dtype_of(op.dtype).nbytes)

@@ -12,7 +12,7 @@ import pytest
 
 from summa3d.cluster import Level
 from summa3d.comm.topology import Topology, divisors
-from summa3d.plan.links import busy_ports, loads
+from summa3d.plan.links import busy_ports, group_size, loads, members
 
 BYTES = 2520
 """Bytes of a message: every number of rails up to 10, and 12, divides it."""
@@ -131,3 +131,26 @@ def test_a_chain_has_one_hop_less_than_a_ring_where_it_ends() -> None:
     line = Topology.checked({"x": 3}, ["x"])  # 0→1 in a node, 1→2 out of it, and nothing back
     both = [use.loads for use in busy_ports(line, [("x", "chain")], levels) if use.both_ways and use.level == 1]
     assert both == [(1.0,)]
+
+
+@pytest.mark.parametrize("tile", [{}, {"cp": 2, "dp": 2}])
+def test_parts_of_an_axis_have_the_members_and_loads_of_a_grid_that_has_them_as_axes(tile: dict[str, int]) -> None:
+    """Contexts in groups that exchange heads, and rings of these; both ends of a pipeline."""
+    whole = Topology.checked({"y": 3, "cp": 6, "dp": 2, "pp": 4}, tile=tile)
+    levels = [
+        Level("device", 2, 1, 1e11, 1.0, 1e-6),
+        Level("node", 12, 2, 1e10, 1.0, 1e-6),
+        Level("network", 0, 1, 1e9, 1.0, 1e-5),
+    ]
+    every = members(whole, "cp")
+    runs = sorted([*group[start : start + 2]] for group in every for start in (0, 2, 4))
+    rings = sorted([*group[start::2]] for group in every for start in (0, 1))
+    assert sorted(members(whole, "cp·runs of 2")) == runs and group_size(whole.shape, "cp·runs of 2") == 2
+    for label in ("cp=0+2+4", "cp=1+3+5"):
+        assert sorted(members(whole, label)) == rings and group_size(whole.shape, label) == 3
+    assert sorted(members(whole, "pp=0+3")) == sorted([group[0], group[3]] for group in members(whole, "pp"))
+    if not tile:
+        parts = Topology.checked({"y": 3, "heads": 2, "rings": 3, "dp": 2, "pp": 4}, ["y", "heads", "rings", "dp", "pp"])
+        for pattern in ("ring", "chain", "pairs"):
+            assert loads(whole, "cp·runs of 2", levels, pattern) == loads(parts, "heads", levels, pattern)
+            assert loads(whole, "cp=0+2+4", levels, pattern) == loads(parts, "rings", levels, pattern)

@@ -268,12 +268,13 @@ def test_bounds_hold_for_every_scheme_and_for_weights_that_replicas_share(cache:
         bounds_hold(bounds, plan, [*tiles(plan, SPACE.nodes)])
 
 
-@pytest.mark.parametrize("kind", ["gather", "ring", "heads"])
+@pytest.mark.parametrize("kind", ["gather", "ring", "heads", "mesh"])
 def test_bounds_of_contexts_are_those_of_their_kind_and_hold(cache: Path, kind: str) -> None:
     """Beside an axis of the scheme and a pipeline, and where replicas share weights, and layers are computed again."""
     bounds = Bounds(Times(CLUSTER, Store()))
     model = replace(MODEL, family="llama", hidden=2048, heads=16, sequence=65536)
     of = replace(inner("oned-sp", 1, y=2), model=model, outer=(("cp", 4),), options=(("context.kind", kind),))
+    of = replace(of, options=(*of.options, ("context.heads", 2))) if kind == "mesh" else of
     for plan in (
         Plan(of, 2, 2, 1, 1, 3, 1),
         Plan(

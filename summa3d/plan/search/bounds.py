@@ -18,6 +18,7 @@ from ...nn.schemes.registry import SERIAL, row_axes
 from ...parallel.outer import SEARCHED
 from ...train.config import master_dtype
 from ..cells import BLOCK
+from ..links import group_size, part_of
 from ..price import CHAINS, Prices, move
 from .cells import PASSES, Cells, StageGrid
 from .memory import in_pipe, kept_per_element, summed
@@ -355,7 +356,7 @@ class Bounds:
                 attended += many * crowding * (prices.product(one) - launch)
             elif one.kind == "product" and cell != BLOCK:
                 cubes.append((many, unit * one.m * one.n * one.k))
-            elif one.kind == "move" and cell == BLOCK and one.axis in SPLIT_SEQUENCES:
+            elif one.kind == "move" and cell == BLOCK and not SPLIT_SEQUENCES.isdisjoint(part_of(one.axis).names):
                 still_words, width = still.words, many * dtype_of(one.dtype).nbytes
                 moves.append(AloneMove(one.axis, one.name, many, width * still_words, unit * width * (one.words - still_words)))
         row = unit * (MARGIN * slope + attended)
@@ -376,7 +377,7 @@ class Bounds:
 
     def _seconds(self, prices: Prices, one: Moved) -> tuple[float, float]:
         """Seconds of launches and hops, and of volume, of communications along an axis whose links are known."""
-        members = prod(prices.topology.shape[axis] for axis in one.axis.split("·"))
+        members = group_size(prices.topology.shape, one.axis)
         key = id(prices), one.axis, one.name
         if key not in self._rates:
             word, fill = 4, 0.0

@@ -298,7 +298,7 @@ def less(saving: MemoryOption) -> tuple[MemoryOption, ...]:
 
 SHORT = {"b": "micro_batch", "t": "y", "accumulate": "train.accumulate", "order": "grid.order", "tile": "grid.tile"}
 SHORT |= {name: f"grid.{name}" for name in ORDER}
-OPTIONS = {key: values for axis in SEARCHED for key, values in axis.choices.items()}
+OPTIONS = {key: values for axis in SEARCHED for key, values in axis.values.items()}
 """Key of a further axis → its values."""
 SHORT |= {"chunks": "pipeline.chunks", "schedule": "pipeline.schedule", "zero": "replicas.zero"}
 
@@ -369,16 +369,14 @@ def _outer(space: Space, shape: Mapping[str, int], ranks: int) -> Iterator[tuple
     """The further axes of the era around a grid, of so many ranks at most, and why they cannot be so; empty where they can."""
     every: list[list[Any]] = []
     for axis in space.outer:
-        tried = [*product(*axis.choices.values())]
-        every.append([(), *((axis, size, values) for size in divisors(ranks)[1:] for values in tried)])
+        every.append([(), *((axis, size, values) for size in divisors(ranks)[1:] for values in axis.choices)])
     for around in product(*every):
         several = [one for one in around if one]
         if ranks % prod(size for _, size, _ in several):
             continue
         outer = tuple((axis.name, size) for axis, size, _ in several)
-        given = [(axis, dict(zip(axis.choices, values, strict=True))) for axis, _, values in several]
-        reasons = (axis.misfit(space.model, {**shape, **dict(outer)}, values) for axis, values in given)
-        options = tuple(pair for _, values in given for pair in values.items())
+        reasons = (axis.misfit(space.model, {**shape, **dict(outer)}, values) for axis, _, values in several)
+        options = tuple(pair for _, _, values in several for pair in values.items())
         yield (outer, options), next((why for why in reasons if why), "")
 
 

@@ -23,7 +23,7 @@ HALF = ("bfloat16", "float16")
 OPTIMIZER = ("train.optimizer=", "train.muon.")
 """How keys of a configuration begin that a plan does not decide, beside the model's."""
 WORDS = {"scheme": SCHEMES, "family": FAMILIES, "recompute": ("none", "selective", "full"), "grid.order": (",".join(ORDER),)}
-WORDS |= {"pipeline.schedule": SCHEDULES, **{key: values for key, values in OPTIONS.items() if isinstance(values[0], str)}}
+WORDS |= {"pipeline.schedule": SCHEDULES, **{key: tuple(values) for key, values in OPTIONS.items() if isinstance(values[0], str)}}
 """Key → the words that it takes, of those that take one of a few."""
 TAKES = {"regather": (bool, "true or false", "regather=true"), "grid.tile": (dict, "a table of axes", "'tile={y=2, z=4}'")}
 TAKES |= {key: (bool, "true or false", f"{key}=true") for key, values in OPTIONS.items() if isinstance(values[0], bool)}

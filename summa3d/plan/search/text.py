@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...columns import counted
+from ...parallel.outer import SEARCHED
+from ..links import part_of
 from ..programs.bands import own_band
 from .plans import FAMILIES
 from .request import Request
 from .search import Found, Priced, flops_of
 
 GIB = 2**30
-COLUMNS = ("s/step", "MFU", "HFU", "GiB", "compute", "y", "z", "x", "d", "p2p", "bubble", "dp")
 AXES = ("y", "z", "x", "d")
 
 
@@ -74,12 +75,15 @@ def as_text(found: Found, asked: Request) -> Iterator[str]:
     yield f"{asked.name} on {cluster.name}, {size}, {space.dtype}{optimizer}; {text}"
     shown = [*found.best, *(one for one in found.families.values() if one not in found.best)]
     width = max(len(str(one.plan)) for one in shown)
-    yield f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in COLUMNS)
+    further = [axis.name for axis in SEARCHED if any(one.plan.shape.get(axis.name, 1) > 1 for one in shown)]
+    axes = (*AXES, *further)
+    columns = ("s/step", "MFU", "HFU", "GiB", "compute", *axes, "p2p", "bubble", "dp")
+    yield f"{'#':>3}   {'plan':<{width}}  {'family':<7}" + "".join(f"{name:>9}" for name in columns)
     for place, one in enumerate(shown):
         mark = "≈" if place and one.seconds <= found.best[0].seconds * (1 + alike) else " "
         number = str(place + 1) if place < len(found.best) else "–"
         yield f"{number:>3} {mark} {one.plan!s:<{width}}  {one.plan.family:<7}" + "".join(
-            f"{cell:>9}" for cell in _cells(found, one)
+            f"{cell:>9}" for cell in _cells(found, one, axes)
         )
     for family in FAMILIES:
         if family not in found.families and any(key[0] == family for key in found.rejected):
@@ -96,15 +100,15 @@ def _reasons(found: Found, family: str) -> str:
     return ", ".join(f"{reason} ({many})" for many, reason in lines[:3])
 
 
-def _cells(found: Found, one: Priced) -> Iterator[str]:
+def _cells(found: Found, one: Priced, axes: Sequence[str]) -> Iterator[str]:
     """Seconds, utilization and memory; then parts of the step's time."""
     terms: dict[str, Any] = one.terms
     exposed: dict[str, float] = {}
     for axis, seconds in terms["axis"].items():
-        name = axis.split("·")[0]
+        name = part_of(axis).names[0]
         exposed[name] = exposed.get(name, 0.0) + seconds
     yield f"{one.seconds:.4g}"
     yield from (f"{utilization(found, one, hardware):.1%}" for hardware in (False, True))
     yield f"{one.memory.total / GIB:.1f}"
-    parts = [terms["compute"], *(exposed.get(axis, 0.0) for axis in AXES), terms["p2p"], terms["bubble"], terms["dp"]]
+    parts = [terms["compute"], *(exposed.get(axis, 0.0) for axis in axes), terms["p2p"], terms["bubble"], terms["dp"]]
     yield from (f"{part / one.seconds:.1%}" if part else "–" for part in parts)
