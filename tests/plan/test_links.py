@@ -143,8 +143,8 @@ def test_parts_of_an_axis_have_the_members_and_loads_of_a_grid_that_has_them_as_
         Level("network", 0, 1, 1e9, 1.0, 1e-5),
     ]
     every = members(whole, "cp")
-    runs = sorted([*group[start : start + 2]] for group in every for start in (0, 2, 4))
-    rings = sorted([*group[start::2]] for group in every for start in (0, 1))
+    runs = sorted(group[start : start + 2] for group in every for start in (0, 2, 4))
+    rings = sorted(group[start::2] for group in every for start in (0, 1))
     assert sorted(members(whole, "cp·runs of 2")) == runs and group_size(whole.shape, "cp·runs of 2") == 2
     for label in ("cp=0+2+4", "cp=1+3+5"):
         assert sorted(members(whole, label)) == rings and group_size(whole.shape, label) == 3
