@@ -107,6 +107,8 @@ def alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 def _entries(file: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file: one, or one per line."""
+    if file.is_dir():
+        raise DataError(f"{file} is a folder without points of a sweep. Runs of `summa3d train` are drawn by `summa3d plot`.")
     text = named_text(file)
     try:
         entries = [from_json(text)]

@@ -97,9 +97,11 @@ def _inspect(args: argparse.Namespace, comm: MPI.Intracomm) -> tuple[dict[str, A
         "files": len(saved.index["files"]),
         "tensors": tensors,
     }
+    on = result["written_on"]
+    place = ",".join((on["scheme"], *(f"{axis}={size}" for axis, size in on["grid"].items())))
     sizes = " · ".join(f"{key} {value}" for key, value in result["model"].items())
     lines = [
-        f"{saved.path}: step {saved.step}, computed in {result['dtype']}, written on {result['written_on']}",
+        f"{saved.path}: step {saved.step}, computed in {result['dtype']}, written on {place}",
         sizes,
         f"{result['parameters']:,} parameters, {'with' if saved.has_moments else 'without'} the optimizer's moments; "
         f"{result['bytes'] / MEBI:,.1f} MiB in {result['files']} file(s)",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_a_folder_is_imported_by_two_ranks_inspected_continued_and_exported(thei
     assert checked.startswith(f"{run}/checkpoints/step-0: step 0, complete and as its index says: {len(seen['tensors'])} tensors")
     text = summa3d("checkpoint", "inspect", run / "checkpoints" / "step-0").stdout
     assert "step 0" in text and "family gpt2" in text and "model.embedding.weight" in text
+    assert re.search(r", written on \w+(,\w+=\d+)*\n", text), text
 
     assert summa3d("generate", run, "--prompt", "ab", "--tokens", 3).stdout.startswith("ab")
     done = summa3d("checkpoint", "export", run, back, "--json")

@@ -281,7 +281,8 @@ def test_a_file_that_cannot_be_read_is_one_line(tmp_path, capsys, content, messa
 
 def test_a_folder_instead_of_a_file_is_one_line(tmp_path, capsys):
     assert cli(["report", str(tmp_path), "--no-plots"]) == 1
-    assert capsys.readouterr().err == f"DataError: {tmp_path} cannot be read: [Errno 21] Is a directory: '{tmp_path}'.\n"
+    drawn = "Runs of `summa3d train` are drawn by `summa3d plot`"
+    assert capsys.readouterr().err == f"DataError: {tmp_path} is a folder without points of a sweep. {drawn}.\n"
 
 
 def test_lines_that_gemm_prints_are_reported(tmp_path, capsys):
