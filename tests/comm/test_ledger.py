@@ -35,6 +35,9 @@ def test_lines_are_kept_apart_by_collective_axis_and_phase():
     assert ledger.total("forward") == Amounts(3, 26, 3, 208, 1.5, 0.75)
     assert ledger.total(axis="x").words == 59
     assert ledger.total("forward", "y") == Amounts()
+    shown = [text.split() for text in str(ledger).splitlines()]
+    assert shown[2] == ["all_gather", "x", "forward", "float64", "2", "18", "2", "144", "1"]
+    assert shown[-1] == ["total", "6", "63", "6", "504", "3"] and len(shown) == 6
 
 
 def test_lines_are_kept_apart_by_dtype():

@@ -12,6 +12,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ...columns import aligned
 from ..device.arrays import Array, dtype_name, is_on_device
 from .nvtx import Ranges
 from .timeline import Span, Timeline
@@ -238,6 +239,16 @@ class Ledger:
         self.workspace_peak = self.workspace_bytes
 
     # -- reading ------------------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        """A table of the lines, and their sum."""
+        rows = [(row.collective, row.axis, row.phase, row.dtype, row.amounts) for row in self.rows()]
+        lines = [
+            (*names, *(f"{number:,}" for number in (of.calls, of.words, of.messages, of.bytes)), f"{of.seconds:.3g}")
+            for *names, of in (*rows, ("total", "", "", "", self.total()))
+        ]
+        head = ("collective", "axis", "phase", "dtype", "calls", "words", "messages", "bytes", "seconds")
+        return "\n".join(aligned([head, *lines], left=range(4)))
 
     def rows(self) -> list[Row]:
         """Every line, in the order in which it first appeared; of a device, the seconds that are known without waiting."""
