@@ -62,3 +62,28 @@ def test_the_figure_of_the_readme_shows_what_is_counted_and_one_loss(tmp_path, m
 def test_the_page_of_keys_is_what_the_configuration_is():
     script = runpy.run_path(str(DOCS / "config.py"))
     assert script["page"]() == (DOCS / "config.md").read_text(encoding="utf-8"), "run: python docs/config.py > docs/config.md"
+
+
+SEARCHED = (
+    *("activation checkpointing", "vocab parallel", "process group", "sub-communicator", "device mesh", "reshard", "state_dict"),
+    *(
+        "double buffering",
+        "roofline",
+        "KV cache",
+        "gradient accumulation",
+        "tensor parallel size",
+        "ZeRO stage",
+        "micro batch size",
+    ),
+    *("p?gemm", "descriptor", "context parallel", "expert parallel", "Muon", "Weights & Biases"),
+)
+"""What people who come from elsewhere look for."""
+
+
+def test_words_of_the_field_lead_to_a_page_or_are_said_not_to_be_here() -> None:
+    pages = [file.read_text(encoding="utf-8").lower() for file in DOCS.glob("*.md") if file.name != "where.md"]
+    assert [word for word in SEARCHED if not any(word.lower() in page for page in pages)] == []
+
+
+def test_the_page_of_predicted_times_is_short() -> None:
+    assert len((DOCS / "plan.md").read_text(encoding="utf-8").split()) <= 2500
