@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -124,7 +125,8 @@ class Stopped:
 class Alone:
     """Ends a job whose ranks on this node, all there are, have ended but for some that wait in communications for `limit` s.
 
-    As where rank 0 alone asks for a norm: nobody is left that could answer. With a limit of 0, or without records, none is ended.
+    As where rank 0 alone asks for a norm: nobody is left that could answer. Ranks that wait for each other, as for a long
+    message, are left alone. With a limit of 0, or without records, none is ended.
     """
 
     def __init__(self, folder: Path | None, limit: float) -> None:
@@ -139,7 +141,7 @@ class Alone:
         waits = self._alone(self.folder)
         self._seconds = self._seconds + elapsed if waits and waits == self._waits else 0.0
         self._waits = waits
-        if self._seconds >= self.limit:
+        if self._seconds >= self.limit and _is_hopeless(flight.read_folder(self.folder)):
             self.ended = True
             who = f"rank{'s' if len(waits) > 1 else ''} {', '.join(map(str, waits))}"
             said = f"{who} waited {self.limit:g} s for ranks that have ended: a call that they did not make; the job ends"
@@ -155,6 +157,17 @@ class Alone:
             return {}  # as where other nodes have ranks
         left = flight.neighbours(folder)
         return {rank.rank: rank.number for rank in left} if all(rank.waits for rank in left) else {}
+
+
+def _is_hopeless(flights: Sequence[flight.Flight]) -> bool:
+    """Whether some rank waits in a collective of ranks of which one has ended."""
+    ended = {one.rank for one in flights if one.ended}
+    for one in flights:
+        if one.waits is not None and not one.waits.what.startswith(flight.MESSAGES):
+            axis = one.waits.axis
+            if ended.intersection(flight.members(axis)) or axis == "all ranks" or re.search(rf"\b{one.ranks} ranks", axis):
+                return True
+    return False
 
 
 class Child:

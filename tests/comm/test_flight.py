@@ -148,13 +148,14 @@ def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorders, records, begun = list[flight.Recorder](), flight.AxisRecords("x (ranks 0, 1, 2)", list), list[int]()
+    others = flight.AxisRecords("y (ranks 0, 1)", list)
     for rank in range(3):
         recorders.append(flight.Recorder(tmp_path / f"{rank}.flight", rank, 3))
         monkeypatch.setattr(flight, "recorder", recorders[-1])
         begun.append(begin(recorders[-1], records, "barrier"))
-    elapsed = iter(range(0, 100, 2))
+    elapsed = iter(range(0, 1000, 2))
     monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(elapsed)))
-    with subprocess.Popen(["sleep", "60"]) as job:
+    with subprocess.Popen(["sleep", "9"]) as job:
         alone = follow.Alone(tmp_path, 4.0)
 
         def looks(times: int) -> bool:
@@ -169,8 +170,13 @@ def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
         monkeypatch.setattr(flight, "recorder", recorders[1])
         flight.end(begun[1], time.perf_counter())
         assert not looks(5)  # rank 1 is at work
-        begin(recorders[1], records, "barrier")
-        assert not looks(2)  # and waits again, not for long
+        begin(recorders[1], others, "barrier")
+        monkeypatch.setattr(flight, "recorder", recorders[0])
+        flight.end(begun[0], time.perf_counter())
+        begin(recorders[0], others, "barrier")
+        assert not looks(5)  # both wait for each other
+        begin(recorders[0], records, "barrier")
+        assert not looks(2)  # and one for rank 2, not for long
         (tmp_path / "0.flight").rename(tmp_path / "away")
         assert not looks(5)  # a rank of another node is not seen
         (tmp_path / "away").rename(tmp_path / "0.flight")
