@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from summa3d.layout import collect
+from summa3d.nn.adopt.folder import empty_model
 from summa3d.nn.adopt.layers import FusedParts
 
 SIZES = {
@@ -26,6 +29,8 @@ SIZES = {
 }
 """Heads divide by 1, 2, 3, 4 and 6; hidden is not heads · head_dim; the feed-forward width and the vocabulary are primes."""
 
+DROPOUT = re.compile("dropout|_pdrop|drop_prob|layerdrop")
+
 
 class Wide(TorchFunctionMode):
     """Within it, what a model computes in float32 whatever its weights have is computed in float64."""
@@ -38,13 +43,29 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def config_of(kind: str, sizes: Mapping[str, Any]) -> Any:
+    """The configuration of a kind, without dropout."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    config = transformers.AutoConfig.for_model(kind, **sizes)
+    config._attn_implementation = sizes.get("attn_implementation", "eager")
+    for name, value in vars(config).items():
+        if DROPOUT.search(name) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def without_data(kind: str, **sizes: Any) -> nn.Module:
+    """A causal language model of a kind, whose weights have no memory."""
+    return empty_model(config_of(kind, {**SIZES, **sizes} if sizes else {}), torch.float64)
+
+
 def small(kind: str, **changed: Any) -> nn.Module:
     """A small causal language model of a kind, in float64, with random weights and biases that are the same on every rank."""
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **changed})
-    config._attn_implementation = changed.get("attn_implementation", "eager")
+    config = config_of(kind, {**SIZES, **changed})
     torch.set_default_dtype(torch.float64)
     try:
         with Wide():
@@ -54,10 +75,6 @@ def small(kind: str, **changed: Any) -> nn.Module:
     generator = torch.Generator().manual_seed(5)
     for _, p in sorted(model.named_parameters()):
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 0.25
-    for one in model.modules():
-        for name, value in vars(one).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(one, name, 0.0)
     return model
 
 
@@ -98,8 +115,8 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return found
 
 
-def differences(model: nn.Module, want: dict[str, Tensor | None]) -> dict[str, float]:
-    """Of each gradient, the largest difference, of its largest element."""
+def differences(model: nn.Module, want: dict[str, Tensor | None], floor: float = 1e-30) -> dict[str, float]:
+    """Of each gradient, the largest difference, of its largest element, or of `floor`."""
     found = whole_gradients(model)
     assert found.keys() == want.keys(), found.keys() ^ want.keys()
     result = {}
@@ -109,5 +126,18 @@ def differences(model: nn.Module, want: dict[str, Tensor | None]) -> dict[str, f
             assert gradient is None or not gradient.any(), name
             assert mine is None or not mine.any(), name
             continue
-        result[name] = ((mine - gradient).abs().max() / gradient.abs().max().clamp(min=1e-30)).item()
+        result[name] = ((mine - gradient).abs().max() / gradient.abs().max().clamp(min=floor)).item()
     return result
+
+
+def largest_difference(
+    model: Any, on_grid: Any, wanted: tuple[Tensor, Tensor, dict[str, Tensor | None]], ids: Tensor, labels: Tensor, **inputs: Any
+) -> float:
+    """The largest relative difference of an adopted model's logits, loss and gradients from what `alone` gave; collective."""
+    logits, loss, gradients = wanted
+    with Wide():
+        found = model(input_ids=ids, labels=labels, **inputs)
+        found.loss.backward()
+    whole = collect(found.logits.detach(), on_grid.grid, model.get_output_embeddings().logits_layout, tuple(logits.shape))
+    of_logits = ((whole - logits).abs().max() / logits.abs().max()).item()
+    return max(of_logits, abs(found.loss - loss).item() / loss.item(), *differences(model, gradients).values())

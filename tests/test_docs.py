@@ -87,3 +87,17 @@ def test_words_of_the_field_lead_to_a_page_or_are_said_not_to_be_here() -> None:
 
 def test_the_page_of_predicted_times_is_short() -> None:
     assert len((DOCS / "plan.md").read_text(encoding="utf-8").split()) <= 2500
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers needs Python 3.11")
+def test_the_page_of_adopted_models_has_each_that_is_installed_and_says_what_is_so():
+    """Two are tried again, without data: one that runs, and one that is refused."""
+    transformers = pytest.importorskip("transformers")
+    script, text = runpy.run_path(str(DOCS / "adopted.py")), (DOCS / "adopted.md").read_text(encoding="utf-8")
+    if f"transformers {transformers.__version__}," not in text:
+        pytest.skip("the page is of another version of transformers")
+    plans = script["kinds"]()
+    assert f"All {len(plans)} of" in text and f"{sum(plans.values())} have a plan" in text
+    assert [kind for kind in plans if f"`{kind}`" not in text] == []
+    assert "| `llama` | 2e-15 |" in text and script["tried_without_data"]("llama")["verdict"] == script["RUNS"]
+    assert f"| `mixtral` | {script['row'](script['tried_without_data']('mixtral'))} |" in text

@@ -7,7 +7,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parent.parent
 sys.path[:1] = [str(TESTS), str(TESTS.parent)]
 
-KINDS = ("hostile", "misuses", "threads", "forks", "interrupts", "traffic", "faults", "pieces", "plans")
+KINDS = ("hostile", "misuses", "threads", "forks", "interrupts", "traffic", "faults", "pieces", "plans", "modules")
 
 if __name__ == "__main__":
     if sys.argv[1:2] and sys.argv[1] in KINDS:

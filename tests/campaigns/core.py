@@ -22,8 +22,8 @@ from typing import Any
 
 SECONDS, SETTLED = 30.0, 0.3
 """Limit of a case; what a rank that was refused leaves to the others before it takes them to wait for it."""
-HELD = ("refused", "right", "named")
-"""What a case may end with: an error of ours, the right numbers, or a hang that the watchdog ends and names."""
+HELD = ("refused", "right", "named", "caught")
+"""What a case may end with: an error of ours, right numbers, a hang that the watchdog ends and names, or the probe's error."""
 STANDS = "nothing has gone on"
 """What the library's watchdog says of a job."""
 MODES: dict[str, dict[str, Any]] = {

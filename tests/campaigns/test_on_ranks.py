@@ -15,6 +15,7 @@ pytestmark = [
     pytest.mark.skipif(why_no_node_memory() is not None, reason=f"no node memory: {why_no_node_memory()}"),
 ]
 SOME = {"misuses": (60, 2, 5), "threads": (12, 2, 32), "forks": (12, 3, 5), "interrupts": (12, 2, 42), "traffic": (12, 3, 8)}
+SOME |= {"modules": (16, 2, 1)}
 """Cases, ranks and seed of what `make test` runs: with seeds of which few cases wait for the watchdog."""
 MANY = 1000
 SEEDS = {2: 1, 3: 7, 4: 2, 6: 11}

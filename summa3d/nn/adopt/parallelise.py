@@ -26,7 +26,7 @@ from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, plan_of, styles_of
 from .sizes import check_needs, check_scheme, of_batch, of_heads
 from .source import config_number
 from .stand_in import StandsIn
-from .trace import FLAT, HEADS, STREAM, Uses, trace
+from .trace import FLAT, HEADS, STREAM, Uses, is_norm, trace
 
 GlobalInputs = Mapping[str, Tensor] | tuple[Tensor, ...]
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_key_value_heads", "num_kv_heads")
@@ -36,6 +36,7 @@ OF_ROWS = ("attention_mask", "position_ids")
 GLOBAL = ("input_ids", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
 """GlobalInputs that are passed on whole: layers take this rank's part of them."""
 ATTENTIONS = ("eager", "sdpa")
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def parallelise(
@@ -80,13 +81,13 @@ def adopt(
     is_listed = plan is None
     output: Any = getattr(module, "get_output_embeddings", lambda: None)
     head = output()
-    styles = styles_of(module, plan_of(module) if plan is None else plan, head)
+    styles = styles_of(module, plan_of(module) if plan is None else plan, head, is_listed)
     adopter = _Adopter(module, scheme, styles, head, config, at)
     if config is not None and is_listed:
         adopter.check_config()
     inputs = _small(module, scheme) if probe is None or isinstance(probe, bool) else probe
     uses = trace(module, adopter.traced_roles(), inputs)
-    compared = (plan is not None if probe is None else probe is not False) and uses.result is not None
+    compared = plan is not None if probe is None else probe is not False
     layers = dict.fromkeys([*uses.tables, *(name for name, style in styles.items() if STYLES[style] != KEPT)])
     before = record(module, inputs, layers) if compared else None
     adopter.replace(uses)
@@ -135,23 +136,32 @@ class _Adopter:
         self.inner = scheme.scheme.after_linear(scheme.residual)
         self.report = Adoption()
         self._check_shared()
+        self._check_hooks()
 
     def _check_shared(self) -> None:
-        """Raise ConfigError for a module at two places, and for a parameter that two linear layers share."""
+        """Raise ConfigError for a module at two places, and for a parameter that two layers share but for a model's head."""
         places: dict[int, list[str]] = {}
         for name, one in self.module.named_modules(remove_duplicate=False):
             if next(one.parameters(recurse=False), None) is not None:
                 places.setdefault(id(one), []).append(name)
         shared = [names for names in places.values() if len(names) > 1]
         weights: dict[int, list[str]] = {}
-        for name in self.styles:
-            for p in self.modules[name].parameters(recurse=False):
+        for name, one in self.modules.items():
+            for p in one.parameters(recurse=False) if name != self.head else ():
                 weights.setdefault(id(p), []).append(name)
         shared += [names for names in weights.values() if len(names) > 1]
         if shared:
             raise ConfigError(
                 f"{' and '.join(shared[0])} share their parameters, and would be replaced apart. Give each its own."
             )
+
+    def _check_hooks(self) -> None:
+        """Raise ConfigError for a hook of a layer that is replaced."""
+        tables = [name for name, one in self.modules.items() if isinstance(one, nn.Embedding) or is_norm(one)]
+        for name in (*self.styles, *tables):
+            one = self.modules[name]
+            if any(getattr(one, hooks) for hooks in HOOKS):
+                raise ConfigError(f"{name}, a {type(one).__name__}, has a hook, which its replacement would not have. Remove it.")
 
     def check_config(self) -> None:
         """Raise ConfigError for an unknown implementation of attention; LayoutError where axes do not divide the heads."""
@@ -367,10 +377,11 @@ def _part(scheme: Context, is_listed: bool, name: str, given: Any) -> Any:
             return None if name == "attention_mask" else given[:1]
         return given if len(given) == 1 else given[Layout(inner.dims[0], ()).slices(given.shape, grid.shape, grid.coordinates)]
     if given.is_floating_point() and given.dim() > 1:
-        middle = ((),) * (given.dim() - 2)
-        return given[
-            Layout(stream.dims[0], *middle, stream.dims[-1]).slices(given.shape, grid.shape, grid.coordinates)
-        ].contiguous()
+        ends = (stream.dims[0], *((),) * (given.dim() - 2), stream.dims[-1])
+        split = Layout(
+            *(axes if size > 1 else () for axes, size in zip(ends, given.shape, strict=True))
+        )  # what is 1 is all ranks'
+        return given[split.slices(given.shape, grid.shape, grid.coordinates)].contiguous()
     if is_listed and not name.startswith("input "):
         raise ConfigError(f"the input {name} has no known meaning for a rank's block; known: {', '.join((*GLOBAL, *OF_ROWS))}.")
     return given

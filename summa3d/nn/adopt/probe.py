@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import ConfigError
+from ...comm.grid import BaseGrid, agree_on_call
+from ...errors import AgreementError, ConfigError, Summa3dError
 from ...layout.layout import Layout
 from ..context import Context
 from .model import stored_part
 
 Outputs = list[tuple[str, Tensor]]
+ISLANDS = 1e-5
+"""The least relative difference that counts: models compute some in float32, whatever their weights are."""
 
 
 class Recorded(NamedTuple):
@@ -51,8 +54,28 @@ def _run(module: nn.Module, inputs: Any) -> Tensor:
     return result
 
 
+def _run_together(module: nn.Module, inputs: Any, grid: BaseGrid, outputs: Outputs) -> Tensor:
+    """As `_run`, on a rank's block: what the module's own code raises, on some ranks or on all, is a ConfigError on all."""
+    try:
+        return _run(module, inputs)
+    except AgreementError as error:
+        raise ConfigError(f"the probe: some ranks go on where others do not, as their blocks differ. {error}") from error
+    except Summa3dError:
+        raise
+    except Exception as error:  # of the module's own code
+        behind = f" behind {outputs[-1][0]}" if outputs else ""
+        said = f"the probe ends on a rank's block{behind}, where code reads a size or a weight by itself: {error}"
+        try:
+            agree_on_call(grid, "the probe", {}, problem=type(error).__name__)
+        except AgreementError as others:
+            raise ConfigError(f"{said}\n  {others}") from error
+        raise ConfigError(said) from error
+
+
 def _gradients(module: nn.Module, result: Tensor, upstream: Tensor) -> dict[str, Tensor]:
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not named or not result.requires_grad:
+        return {}
     found = torch.autograd.grad(result, list(named.values()), upstream, allow_unused=True)
     return {name: one for name, one in zip(named, found, strict=True) if one is not None}
 
@@ -71,17 +94,20 @@ def compare(
 ) -> None:
     """Raise ConfigError on all ranks, naming the first layer or parameter that differs; collective.
 
+    So it does for what the module's own code raises.
+
     layouts : of the layers' outputs; last : of the result
     """
     grid = scheme.grid
     with _outputs(module, layouts) as outputs:
-        result = _run(module, inputs)
+        result = _run_together(module, inputs, grid, outputs)
     pairs = [
         (f"the output of {name}", one, _cut(scheme, whole, layouts[name]))
         for (name, one), (_, whole) in zip(outputs, wanted.outputs, strict=True)
     ]
-    pairs.append(("the result", result.detach(), _cut(scheme, wanted.result, last)))
+    _check(module, grid, [*pairs, ("the result", result.detach(), _cut(scheme, wanted.result, last))])
     found = _gradients(module, result, _cut(scheme, wanted.upstream, last))
+    pairs = []
     for name, one in found.items():
         part = stored_part(module, name)
         whole = wanted.gradients.get(part.name)
@@ -90,6 +116,10 @@ def compare(
         else:
             block = whole[part.slices] if part.slices else whole
             pairs.append((f"the gradient of {part.name}", one, block.t() if part.is_turned else block))
+    _check(module, grid, pairs)
+
+
+def _check(module: nn.Module, grid: BaseGrid, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> None:
     wrong = next((index for index, (_, one, whole) in enumerate(pairs) if not _close(one, whole)), len(pairs))
     first = min(grid.comm.allgather(wrong))
     if first < len(pairs):
@@ -113,4 +143,5 @@ def _close(one: Tensor, whole: Tensor) -> bool:
         return False
     if not one.numel():
         return True
-    return bool((one - whole).abs().max() <= torch.finfo(one.dtype).eps ** 0.5 * whole.abs().max().clamp(min=1e-3))
+    close = max(torch.finfo(one.dtype).eps ** 0.5, ISLANDS)
+    return bool((one - whole).abs().max() <= close * whole.abs().max().clamp(min=1e-3))

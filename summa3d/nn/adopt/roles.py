@@ -51,11 +51,15 @@ def _matches(pattern: str, name: str) -> bool:
     return re.search(r"(^|\.)" + re.escape(pattern).replace(r"\*", r"[^.]*") + "$", name) is not None
 
 
-def styles_of(module: nn.Module, plan: Mapping[str, str], head: nn.Module | None) -> dict[str, str]:
+def styles_of(module: nn.Module, plan: Mapping[str, str], head: nn.Module | None, is_listed: bool) -> dict[str, str]:
     """Name of each module that the plan names → its style. Raises ConfigError for a plan that is wrong.
 
     head : the module that makes logits, whatever the plan calls it
+    is_listed : whether it is a model's own: that names what some of its configurations lack, such as experts
     """
+    there = [name for name, _ in (*module.named_modules(), *module.named_parameters())]
+    if is_listed:
+        plan = {pattern: style for pattern, style in plan.items() if any(_matches(pattern, name) for name in there)}
     for pattern, style in plan.items():
         why = next((reason for word, reason in REFUSED.items() if str(style).startswith(word)), "it is not known")
         if style not in STYLES:

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from ...errors import ConfigError
+from ...errors import ConfigError, Summa3dError
 from .roles import FIRST, HEAD, SECOND
 
 IDS, STREAM, FLAT, HEADS, LOGITS = "ids", "the residual stream", "between two linears", "heads", "logits"
@@ -49,7 +49,7 @@ class Uses:
     places : parameter's name → the places where it was used
     norms : module's name → the place and the last dim of what it normalised
     tables : module's name → whether it embeds the ids (else positions)
-    result : the place of the one tensor that the module returns
+    result : the place of the one tensor that the module returns, or of its logits
     """
 
     places: dict[str, set[str]] = field(default_factory=dict)
@@ -64,14 +64,16 @@ class _Trace(TorchFunctionMode):
         self.names, self.roles, self.found = names, roles, Uses()
         self.inside: list[tuple[str, bool]] = []
 
-    def refuse(self, what: str) -> NoReturn:
+    def refuse(self, what: str, error: Exception | None = None) -> NoReturn:
         where = next((name for name, _ in reversed(self.inside) if name), "the module")
-        raise ConfigError(f"{where}: {what}")
+        raise ConfigError(f"{where}: {what}") from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         tensors = list(tensors_of((args, kwargs)))
         if name in ANSWERS and tensors and tensors[0].is_meta:
+            if (read := getattr(tensors[0], "_place", None)) in SPLIT:
+                self.refuse(f"its code decides by a value ({name}) of {read}, of which ranks have other blocks.")
             return ANSWERS[name]
         out = func(*args, **kwargs)
         outs: list[Any] = list(tensors_of(out)) or (tensors[:1] if name == "__setitem__" else [])
@@ -167,7 +169,8 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     inputs : keywords, or positional; integers are ids, floating-point tensors the residual stream
 
     No data is touched, nothing moves. Raises ConfigError naming the layer for what a rank cannot compute of its block alone: a
-    linear layer without a role, tensors joined that are split in different ways, a reduction over a split dim, dropout.
+    linear layer without a role, tensors joined that are split in different ways, a reduction over a split dim, a decision by a
+    value, dropout; and for what its own code raises.
     """
     metas = {name: one.detach().to("meta") for name, one in (*module.named_parameters(), *module.named_buffers())}
     parameters = {name for name, _ in module.named_parameters()}
@@ -190,7 +193,12 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     hooks: list[Any] = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
         with torch.no_grad(), tracer:
-            tracer.found.result = getattr(_call(module.train(), metas, args, kwargs), "_place", None)
+            out = _call(module.train(), metas, args, kwargs)
+            tracer.found.result = getattr(getattr(out, "logits", out), "_place", None)
+    except Summa3dError:
+        raise
+    except Exception as error:  # of the module's own code
+        tracer.refuse(f"its own code raises in a pass without data: {type(error).__name__}: {error}", error)
     finally:
         for hook in hooks:
             hook.remove()
