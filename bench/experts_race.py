@@ -16,7 +16,7 @@ from ranks import alternating, started, tell
 SHAPE = {"tokens": 1024, "hidden": 512, "width": 1024, "experts": 8, "chosen": 2}
 SMALL = {"tokens": 24, "hidden": 16, "width": 12, "experts": 8, "chosen": 2}
 RANKS = (2, 4)
-OURS, GLOO, THEIRS = "ours", "gloo", "transformers"
+OURS, TILED, GLOO, THEIRS = "ours", "in tiles", "gloo", "transformers"
 TOLERANCE = 1e-4
 WARM_UP = 2
 
@@ -25,10 +25,11 @@ def main() -> None:
     """Race on each number of ranks, and print the ratios and whether ours is not slower."""
     parser = options(__doc__, 11, "Time this many rounds; they take turns in the order of the sides.")
     parser.add_argument("--ranks", type=int, nargs="+", default=[*RANKS], metavar="P", help="Run on these rank counts.")
+    parser.add_argument("--tile", type=int, metavar="R", help="Time our layer in tiles of R rows, too.")
     parser.add_argument("--small", action="store_true", help="Take few tokens and a narrow layer, for a quick try.")
     args = parser.parse_args()
     if args.on_ranks:
-        return measure(args.rounds, SMALL if args.small else SHAPE)
+        return measure(args.rounds, SMALL if args.small else SHAPE, args.tile)
     rows: list[dict[str, Any]] = []
     for ranks in args.ranks:
         result = itself(ranks)
@@ -36,6 +37,8 @@ def main() -> None:
         if result["error"]:
             print(f"{THEIRS} on {ranks} ranks: {result['error']}")
         seconds = result["seconds"]
+        if TILED in seconds:
+            print(beside(f"{ranks} ranks", f"{TILED} of {args.tile}", seconds[TILED], seconds[OURS]))
         for peer in (GLOO, THEIRS):
             if peer in seconds:
                 rows.append({"peer": peer, "ranks": ranks, "ours": seconds[OURS], "theirs": seconds[peer]})
@@ -45,7 +48,7 @@ def main() -> None:
     save({"kind": "experts-race", "machine": result["machine"], "rows": rows}, args.json)
 
 
-def measure(rounds: int, shape: Mapping[str, int]) -> None:
+def measure(rounds: int, shape: Mapping[str, int], tile: int | None) -> None:
     """Run on every rank: check that all sides compute the same, and time them in turn; rank 0 prints JSON."""
     world = started()
     import torch
@@ -61,6 +64,8 @@ def measure(rounds: int, shape: Mapping[str, int]) -> None:
     given = [torch.randn(1, shape["tokens"], shape["hidden"], generator=draw) for _ in range(2)]
     weights = drawn(shape)
     sides = {OURS: ours(grid, shape, weights), GLOO: by_gloo(world, shape, weights)}
+    if tile is not None:
+        sides[TILED] = ours(grid, shape, weights, tile)
     error = ""
     try:
         sides[THEIRS] = by_transformers(world, shape, weights)
@@ -114,17 +119,18 @@ def router_of(layer: Any) -> Any:
     )
 
 
-def ours(grid: Any, shape: Mapping[str, int], weights: Mapping[str, Any]) -> Any:
+def ours(grid: Any, shape: Mapping[str, int], weights: Mapping[str, Any], tile: int | None = None) -> Any:
     """Our layer, with these weights."""
     from torch import nn
 
-    from summa3d.nn.config import ModelConfig
+    from summa3d.nn.config import MixtureConfig, ModelConfig
     from summa3d.nn.context import scheme
     from summa3d.nn.experts.moe import MoE
     from summa3d.nn.layers.dropout import Batch
 
     context = scheme("serial", grid)
-    sizes = {"experts": shape["experts"], "experts_per_token": shape["chosen"], "balance": None}
+    sizes: dict[str, Any] = {"experts": shape["experts"], "experts_per_token": shape["chosen"], "balance": None}
+    sizes["moe"] = MixtureConfig(tile=tile)
     config = ModelConfig(family="mixtral", hidden=shape["hidden"], ffn=shape["width"], heads=1, kv_heads=1, layers=1, **sizes)
 
     class Ours(nn.Module):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from mmap import PAGESIZE
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -310,6 +312,24 @@ def test_products_of_other_row_counts_are_compared_once_and_kept_up_to_a_bound(m
     assert all(
         product._cached.cache_info().currsize == KEPT_PRODUCTS for product in (expert.joined._product, expert.down._product)
     )
+
+
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=(2,))
+def test_memory_is_flat_over_a_thousand_steps_of_changing_loads(make_grid):
+    """Routers are drawn anew for each step; products of all other numbers of rows, kept, would take 1.5 MiB."""
+    context, generator = scheme("cuboid", make_grid(check=False, ep=2)), torch.Generator().manual_seed(5)
+    layer = MoE(replace(CONFIG, balance=None, moe=MixtureConfig()), context, 0.02, torch.float64)
+    initialise(layer, context, 3)
+    held, loads = [], set()
+    for step in range(1000):
+        layer.router.weight.data.normal_(generator=generator)
+        layer(torch.randn(4, 127, 24, generator=generator, dtype=torch.float64), Batch(4, 127)).sum().backward()
+        layer.zero_grad()
+        loads.add(tuple(layer.counts.tolist()))
+        if step in (199, 999):
+            held.append(int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE)
+    assert len(loads) > 990 and held[1] - held[0] < 1 << 20, held  # bytes
 
 
 @pytest.mark.parametrize(

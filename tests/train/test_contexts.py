@@ -81,7 +81,7 @@ def test_clipped_steps_with_contexts_are_the_serial_runs(comm: Any, world_size: 
 
 @pytest.mark.wide
 @pytest.mark.parametrize("part", range(3))
-@pytest.mark.mpi(sizes=tuple({**RUNS, **FURTHER}))
+@pytest.mark.mpi(sizes=tuple({**RUNS, **FURTHER}), timeout=900)  # 17 s alone, 100 s at load 15
 def test_so_are_all_20(comm: Any, world_size: int, shared_tmp_path: Path, part: int) -> None:
     for number, changes in enumerate([*RUNS.get(world_size, []), *FURTHER.get(world_size, [])][part::3]):
         check_against_serial(comm, shared_tmp_path / str(number), changes, 1e-9)
