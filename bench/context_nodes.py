@@ -157,13 +157,27 @@ def acts_of(world: Any, positions: int) -> dict[str, Callable[[], object]]:
     return acts
 
 
+def pipelined(shares: list[float], messages: float, parts: int) -> float:
+    """The seconds of a ring that attends to each part of a block once it is there; `shares`: of its own block, and of each hop's.
+
+    Parts arrive evenly over the seconds of all messages.
+    """
+    many = (len(shares) - 1) * parts
+    done = shares[0]
+    for number in range(many):
+        done = max(done, messages * (number + 1) / many) + shares[1 + number // parts] / parts
+    return done
+
+
 def measured(world: Any, positions: int, rounds: int) -> dict[str, Any]:
     """The seconds of all acts in turn, and what is computed of those alone; collective."""
+    from summa3d.nn.context_parallel.parts import MOST_PARTS
+
     times = in_turn({name: timed(world, act) for name, act in acts_of(world, positions).items()}, rounds, 1)
     taken = {name: median(one) for name, one in times.items()}
     hops, messages = world.size - 1, taken["messages"]
     predicted, computed = (
-        sum(max(share, messages / hops) for share in shares[:-1]) + shares[-1]
+        pipelined(shares, messages, MOST_PARTS)
         for shares in (
             [taken["arithmetic"] / world.size] * world.size,
             [taken["unfolded arithmetic"] / (2 * hops + 1) * (1 if hop == 0 else 2) for hop in range(world.size)],
