@@ -22,6 +22,8 @@ BYTES = 2 * HEADS * SIZE * 4
 MORE = 1.4
 """Arithmetic ÷ messages, on a quiet machine."""
 LEAST, OFF = 0.85, 0.1
+SHARED = 0.85, 1.2
+"""Of its prediction, what a folded ring may take where nodes share cores."""
 
 
 def main() -> None:
@@ -62,15 +64,16 @@ def line(row: dict[str, Any]) -> str:
     before, back = taken["whole blocks"] / taken["folded"], row["reached_back"]
     ratios = f"max ÷ folded {row['reached']:.2f}, of backward {back:.2f}, whole blocks ÷ folded {before:.2f}"
     ratios += f", unfolded ÷ folded {row['unfolded']:.2f} of {row['computed']:.2f}"
-    return (
-        f"{row['nodes']} nodes, {row['positions']} positions: {figures}; {ratios}; folded ÷ predicted {row['as_predicted']:.2f}"
+    kinds = ", ".join(
+        f"{kind} {taken[kind] / 1e3 / seconds:.2f} of {1e3 * seconds:.0f} ms" for kind, seconds in row["kinds"].items()
     )
+    return f"{row['nodes']} nodes, {row['positions']} positions: {figures}; {ratios}; predicted: {kinds}; words {row['words']}"
 
 
 def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     """What must hold on nodes with a core each."""
-    own = [row for row in rows if row["nodes"] == 2]
-    return [
+    own, shared = ([row for row in rows if (row["nodes"] == 2) is alone] for alone in (True, False))
+    return [claim for row in shared for claim in shared_claims(row)] + [
         claim
         for row in own
         for claim in (
@@ -84,11 +87,31 @@ def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
     ]
 
 
+def shared_claims(row: dict[str, Any]) -> list[tuple[str, bool]]:
+    """What must hold where nodes share cores."""
+    measured, predicted = (
+        sorted(row["kinds"], key=of.__getitem__) for of in ({k: median(row["seconds"][k]) for k in row["kinds"]}, row["kinds"])
+    )
+    asked = words_of(row["nodes"], row["positions"])
+    found, (least, most) = row["as_predicted"], SHARED
+    return [
+        (f"words are those of the formulas: {row['words']}, {asked}", row["words"] == asked),
+        (f"kinds by their times {measured}, as predicted {predicted}", measured == predicted),
+        (f"the folded ring takes {least} to {most} of its prediction: {found:.2f}", least <= found <= most),
+    ]
+
+
+def words_of(contexts: int, positions: int) -> dict[str, int]:
+    """The words of a forward pass by kind: blocks of keys and values, or parts of queries, keys, values and outputs."""
+    block = 2 * HEADS * SIZE * positions
+    return {"folded": (contexts - 1) * block, "gather": (contexts - 1) * block, "heads": (contexts - 1) * 2 * block // contexts}
+
+
 def on_a_rank(args: Any) -> None:
     """Run on every rank: the rate of a core, or the ring; rank 0 prints JSON."""
     if args.positions is None:
         world, _ = on_machine()
-        acts = acts_of(world, 1024)
+        acts = acts_of(ring_of(world), 1024)
         taken = median(in_turn({"": timed(world, acts["arithmetic"])}, 5, 1)[""])
         return tell(world, {"rate": work_of(world.size)[0] * 1024**2 / taken})
     world = started()
@@ -100,23 +123,30 @@ def timed(world: Any, act: Callable[[], object]) -> Callable[[], float]:
     return lambda: world.Barrier() or seconds(lambda: (act(), world.Barrier()))
 
 
-def acts_of(world: Any, positions: int) -> dict[str, Callable[[], object]]:
+def ring_of(world: Any) -> Any:
+    """A grid of all ranks along cp."""
+    from summa3d.comm.grid import Grid
+
+    return Grid(world, {"cp": world.size})
+
+
+def acts_of(grid: Any, positions: int) -> dict[str, Callable[[], object]]:
     """What is timed: the arithmetic of a folded and of an unfolded ring, the messages of one, both rings, and a folded backward.
 
-    `whole blocks` is a folded ring whose hops are a message each.
+    `whole blocks` is a folded ring whose hops are a message each; `gather` and `heads` are the other kinds' forward.
     """
     import torch
 
-    from summa3d.comm.grid import Grid
     from summa3d.nn.context_parallel import parts
     from summa3d.nn.context_parallel.attention import attend, within
-    from summa3d.nn.context_parallel.moves import RingMoves
+    from summa3d.nn.context_parallel.heads import to_heads, to_positions
+    from summa3d.nn.context_parallel.moves import GatherMoves, RingMoves
     from summa3d.nn.context_parallel.options import ContextOptions
     from summa3d.nn.context_parallel.parts import BlockPart
     from summa3d.nn.context_parallel.split import ContextSplit
     from summa3d.nn.context_parallel.tiles import AttendedSum, GradientSum
 
-    axis = Grid(world, {"cp": world.size})["cp"]
+    axis = grid["cp"]
     q, kv = torch.randn(1, HEADS, positions, SIZE), torch.randn(1, HEADS, positions, 2, SIZE)
     splits = {name: ContextSplit(axis.size, axis.index, ContextOptions("ring", name == "")) for name in ("", "unfolded ")}
 
@@ -126,9 +156,14 @@ def acts_of(world: Any, positions: int) -> dict[str, Callable[[], object]]:
             for tile in split.tiles((axis.index - hop) % axis.size, positions):
                 found.add(kv, BlockPart.whole(kv), tile, None)
 
-    def run(split: ContextSplit) -> None:
+    def run(split: ContextSplit, moves: Any = RingMoves) -> None:
         with torch.no_grad():
-            attend(q, kv, split, RingMoves(axis), True, lambda tile, source: None)
+            attend(q, kv, split, moves(axis), True, lambda tile, source: None)
+
+    def run_heads() -> None:
+        with torch.no_grad():
+            parts = to_heads(q, *kv.unbind(3), axis)
+            to_positions(torch.nn.functional.scaled_dot_product_attention(*parts, is_causal=True), axis)
 
     def run_whole() -> None:
         most, parts.MOST_PARTS = parts.MOST_PARTS, 1
@@ -153,6 +188,7 @@ def acts_of(world: Any, positions: int) -> dict[str, Callable[[], object]]:
     for name, split in splits.items():
         acts[f"{name}arithmetic"] = lambda split=split: multiply(split)
         acts[name.strip() or "folded"] = lambda split=split: run(split)
+    acts |= {"gather": lambda: run(splits[""], GatherMoves), "heads": run_heads}
     acts |= {"whole blocks": run_whole, "backward arithmetic": lambda: back(None), "backward": lambda: back(RingMoves(axis))}
     return acts
 
@@ -173,7 +209,14 @@ def measured(world: Any, positions: int, rounds: int) -> dict[str, Any]:
     """The seconds of all acts in turn, and what is computed of those alone; collective."""
     from summa3d.nn.context_parallel.parts import MOST_PARTS
 
-    times = in_turn({name: timed(world, act) for name, act in acts_of(world, positions).items()}, rounds, 1)
+    grid = ring_of(world)
+    acts, words = acts_of(grid, positions), {}
+    for kind in words_of(world.size, positions):
+        acts[kind]()  # whose first calls are compared
+        with grid.ledger.watch() as moved:
+            acts[kind]()
+        words[kind] = moved.words
+    times = in_turn({name: timed(world, act) for name, act in acts.items()}, rounds, 1)
     taken = {name: median(one) for name, one in times.items()}
     hops, messages = world.size - 1, taken["messages"]
     predicted, computed = (
@@ -192,6 +235,12 @@ def measured(world: Any, positions: int, rounds: int) -> dict[str, Any]:
         "unfolded": taken["unfolded"] / taken["folded"],
         "computed": computed / predicted,
         "as_predicted": taken["folded"] / predicted,
+        "words": words,
+        "kinds": {  # the seconds that are predicted
+            "folded": predicted,
+            "gather": messages + taken["arithmetic"],
+            "heads": 2 * messages / world.size + taken["arithmetic"],
+        },
     }
 
 
