@@ -85,7 +85,7 @@ def axis(monkeypatch: pytest.MonkeyPatch) -> OuterAxis:
     def misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
         return "ep is beside no y" if grid["y"] > 1 else ""
 
-    return OuterAxis("ep", True, misfit, {"pipeline.scatter": (True, False)})
+    return OuterAxis("ep", True, misfit, tuple({"pipeline.scatter": scatter} for scatter in (True, False)))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -93,7 +93,7 @@ def test_a_declared_outer_axis_is_searched_with_its_choices_and_priced_by_its_ow
     store: Store, axis: OuterAxis, zero: int
 ) -> None:
     """Ranks of an axis that takes rows do what replicas do: the same seconds and bytes, whichever of the two has them."""
-    axis = axis if zero == 1 else axis._replace(choices={})
+    axis = axis if zero == 1 else axis._replace(choices=({},))
     era = Era(("oned",), (("none", False),), (zero,), ("1f1b",), (axis,))
     space = Space(MODEL, 4, 8, "bfloat16", "cuda", (8,), era=era, most={"y": 2})
     found, plain = search(space, store), search(replace(space, era=replace(era, outer=())), store)
@@ -118,8 +118,8 @@ def test_a_declared_outer_axis_is_searched_with_its_choices_and_priced_by_its_ow
 
 
 def test_what_shares_a_rows_positions_divides_tokens_and_no_rows(axis: OuterAxis) -> None:
-    sharing = axis._replace(splits_rows=False, choices={})
-    for one, unit in ((sharing, 1), (axis._replace(choices={}), 2)):
+    sharing = axis._replace(splits_rows=False, choices=({},))
+    for one, unit in ((sharing, 1), (axis._replace(choices=({},)), 2)):
         era = Era(("oned",), (("none", False),), (1,), ("1f1b",), (one,))
         tables = columns(Space(MODEL, 2, 4, "bfloat16", "cuda", (8,), era=era, fixed={"y": 1}), Counter())
         table, inner = next((table, found) for table in tables for found in table.inners if found.outer)
@@ -144,14 +144,16 @@ def test_every_kind_of_contexts_is_a_plan_with_the_words_of_its_dry_run(store: S
     space = Space(MODEL, 4, 4, "bfloat16", "cuda", (8,), era=era, fixed={"grid.cp": 4, "train.batch": 4})
     found = search(replace(space, model=replace(MODEL, sequence=24, heads=8)), store)
     kinds = {dict(one.plan.inner.options)["context.kind"]: one.plan for one in found.best if one.plan.rows == 1}
-    assert kinds.keys() == {"gather", "ring", "heads"}
+    assert kinds.keys() == {"gather", "ring", "heads", "mesh"}
     base, block = request(MODEL, 4, CLUSTER).config, 2 * 24 // 4 * 48  # of keys and values
     for kind, plan in kinds.items():
         config = configured(plan, replace(base, model=plan.inner.model))
         dry = run_dry(setting_of(config, 0), training_of(config)).words()
-        one = {"gather": (3 * block, 3 * block), "ring": (3 * block, 6 * block), "heads": (3 * block // 2, 3 * block // 2)}[kind]
+        one = {"gather": (3 * block, 3 * block), "ring": (3 * block, 6 * block), "heads": (3 * block // 2, 3 * block // 2)}
+        one["mesh"] = 2 * block, 3 * block  # of groups of 2
         many = plan.micro_batches * MODEL.layers
-        assert tuple(dry[name]["cp"] for name in ("forward", "backward")) == tuple(many * words for words in one), kind
+        along = [sum(words for axis, words in dry[name].items() if axis.startswith("cp")) for name in ("forward", "backward")]
+        assert along == [many * words for words in one[kind]], kind
     refused: Counter[tuple[str, str]] = Counter()
     columns(replace(space, model=replace(MODEL, sequence=20)), refused)
     assert any(why.startswith("sequence 20 cannot be split over cp = 4") for _, why in refused)
