@@ -21,7 +21,7 @@ GRIDS = {
 }
 SIZES = {"large": (1024, 1024), "small": (256, 256)}
 """Hidden, and rows (batch · sequence) a rank."""
-LAYERS, HEAD, SEQUENCE, VOCABULARY = 1, 64, 256, 1024
+LAYERS, HEAD, SEQUENCE, VOCABULARY = 1, 32, 256, 1024
 WARM_UPS = 1
 LEAST, AHEAD = 0.95, 1.0
 
