@@ -21,7 +21,7 @@ from .health.failure import check_comm
 from .health.watchdog import guard
 from .job import Job
 from .profile.ledger import Ledger
-from .topology import Topology, checked_ranks, describe, divisors
+from .topology import RUNS, Topology, checked_ranks, describe, divisors
 from .transport.call import Members, Route
 from .transport.select import NodeRule, requested
 from .transport.transports import TransportFactory, Transports
@@ -113,7 +113,7 @@ class BaseGrid(OfThisProcess):
             return plane
         whole, first = self.whole, plane.index - plane.index % size
         members = whole.topology.members(names, whole.coordinates)[first : first + size]
-        return whole._joined((*names, f"runs of {size}"), members, f"grid.contiguous_sub_axis({names}, {size})", None)
+        return whole._joined((*names, f"{RUNS}{size}"), members, f"grid.contiguous_sub_axis({names}, {size})", None)
 
     def sub_axis(self, axis: str, indices: Sequence[int]) -> Axis | None:
         """Return the members of `axis` at these indices, in ascending order, as an axis; None on the other members.

@@ -18,6 +18,8 @@ REPLICAS = ("dp", "cp", "ep")
 SAME_ROWS = ("cp",)
 """Those whose ranks compute with other positions of the same rows."""
 DEFAULT_ORDER = ("z", "y", "x", "d", *OUTER)
+RUNS = "runs of "
+"""What the label of runs of consecutive members of a plane begins its last part with; their size follows."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from ..errors import ConfigError, LayoutError
+from ..errors import ConfigError, GridError, LayoutError
 from ..nn.config import ModelConfig
 from ..nn.context_parallel.options import ContextOptions
 from ..nn.context_parallel.split import ContextSplit
@@ -50,15 +50,17 @@ def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[
 
     >>> context_misfit(ModelConfig(family="gpt2", sequence=18), {"cp": 4}, {"context.kind": "ring"})
     'sequence 18 cannot be split over cp = 4: contexts (ring) take 2·4 equal parts, two for each.'
+    >>> context_misfit(ModelConfig(family="gpt2"), {"cp": 3}, {"context.kind": "mesh", "context.heads": 2})
+    'context.heads 2 does not divide cp = 3. Values that do: 1, 3.'
     """
     heads = values.get("context.heads", 1)
-    if heads >= grid["cp"] > 1 and heads > 1:
+    if heads >= grid["cp"] > 1 < heads:
         return f"groups of {heads} contexts are all of cp = {grid['cp']}, which is kind heads"
-    split = ContextSplit(grid["cp"], options=ContextOptions(values["context.kind"], heads=heads))
     try:
+        split = ContextSplit(grid["cp"], options=ContextOptions(values["context.kind"], heads=heads))
         split.check_family(model.family, model.attention_dropout)
         split.check(model.sequence, model.heads)
-    except (ConfigError, LayoutError) as error:
+    except (ConfigError, GridError, LayoutError) as error:
         return str(error).partition("\n")[0]
     return ""
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..cluster import Level
-from ..comm.topology import Topology, divisors
+from ..comm.topology import RUNS, Topology, divisors
 
 PATTERNS = ("ring", "chain", "pairs", "next")
 """Who sends to whom in a group: each member to the next and the last to the first; from a root through all members; each to each;
@@ -21,8 +21,6 @@ Ports = tuple[tuple[int, int], ...]
 """(size, ports) of each level, innermost first: what loads depend on of a cluster. They do not depend on its speeds."""
 
 
-RUNS = "runs of "
-"""What the label of runs of consecutive members of a plane begins its last part with; their size follows."""
 DIGITS = 12
 """Of loads: thirds of a byte add up to whole ones."""
 

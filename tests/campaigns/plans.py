@@ -49,7 +49,7 @@ def case_of(number: int, seed: int) -> Case:
     model = ModelConfig(family="mixtral" if kind == 0 else draw.choice(["gpt2", "llama"]), **sizes)
     fixed = {"scheme": draw.choice(["oned", "oned-sp", "summa", "summa-transposed", "tesseract", "cuboid", "cuboid-sequence"])}
     fixed |= draw.choice([{}, {"recompute": "none"}, {"regather": False}, {"dp": 2}, {"pp": 2}])
-    most = {"cp": 2, "pp": 2} if kind == 1 else {"pp": draw.choice([1, 2, 4])}
+    most = {"grid.cp": 4, "pp": 2} if kind == 1 else {"pp": draw.choice([1, 2, 4])}
     cluster = load(draw.choice(["selene", "dgx-h100"]))
     node = draw.choice([2, 4])
     faster = {key: cluster[key] * draw.choice([0.1, 1, 10]) for key in ("network.bandwidth", "elements.launch")}

@@ -169,8 +169,8 @@ class Times:
         """Seconds that no backward hides, of the rank that holds most parameters.
 
         Gradients are summed over replicas in the last backward, with ZeRO 2 in each. On devices that is hidden, as far as blocks
-        take as long, but for the last bucket. On hosts it is not: ranks that compute move the words themselves, which gained
-        nothing where it was measured (`bench/overlap_steps.py`).
+        take as long, but for the last bucket. On hosts nothing is taken for granted: ranks that compute move the words
+        themselves, and what that gains differs from run to run (`bench/overlap_steps.py`).
         """
         if plan.inner.device != "cuda" or plan.copies == 1 or plan.zero == 3:
             return self._after(plan, 0.0)
