@@ -78,6 +78,25 @@ def test_a_users_error_on_all_ranks_is_its_message_once_without_traceback(tmp_pa
     assert "Traceback" not in ended.stderr
 
 
+def test_a_hook_that_shows_what_the_one_before_it_wrote_has_something_to_show(tmp_path: Path) -> None:
+    """As torch.distributed's, which is put between ours: that of a launched script, and that of a grid."""
+    body = """
+import contextlib, io
+from summa3d.comm.health.failure import prepare_for_failure
+before = sys.excepthook
+def between(*error):
+    with contextlib.redirect_stderr(io.StringIO()) as written:
+        before(*error)
+    sys.stderr.write(f"[shown] {written.getvalue()}")
+sys.excepthook = between
+prepare_for_failure(comm)
+raise LayoutError('batch 6 cannot be split')
+"""
+    ended, seconds = run_job(tmp_path, body)
+    assert ended.status != 0 and seconds < SOON
+    assert ended.stderr.count("[shown] LayoutError: batch 6 cannot be split") == 1, ended.stderr
+
+
 def test_an_error_of_mpi_itself_ends_the_job(tmp_path: Path) -> None:
     ended, seconds = run_job(tmp_path, "if comm.rank == 2:\n    comm.send(1, dest=99)\ncomm.Barrier()\n")
     assert ended.status != 0

@@ -51,15 +51,21 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 
 def report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the failure once per job, then end all ranks; returns only where there are no other ranks."""
-    if has_peers():
+    if has_peers() and not _speaks:
         _say_and_abort(kind, lambda: sys.stderr.write(_report(kind, error, trace, of_rank=f" on {who()}")))
     sys.stderr.write(_report(kind, error, trace))
     sys.stderr.flush()
 
 
+_speaks = False
+"""Whether a hook of this process reports, which may call another one: torch.distributed's shows what the one before it wrote."""
+
+
 def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoReturn:
+    global _speaks
     if _may_speak():
         sys.stdout.flush()
+        _speaks = True
         say()
         save_flight()
         sys.stderr.flush()
