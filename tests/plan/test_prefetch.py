@@ -13,6 +13,7 @@ from summa3d.dry.record import ENTER, LEAVE
 from summa3d.dry.step import OpKey, Rank
 from summa3d.nn import ModelConfig
 from summa3d.plan.cells import BLOCK
+from summa3d.plan.price import move
 from summa3d.plan.replay import replay
 from summa3d.plan.search.cells import StageGrid, bucket_of
 from summa3d.plan.search.export import configured
@@ -89,15 +90,21 @@ def test_the_search_takes_prefetch_where_it_gains_and_writes_it(cache: Path) -> 
 def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket(cache: Path, zero: int) -> None:
     times = Times(CLUSTER, Store())
     plan = Plan(stage(0, y=2), 16, 1, 1, 4, 3, zero)
-    sums, block = 3 if zero == 2 else 1, times.spans(plan)[BLOCK, "B"].seconds
-    alone, hidden, bound = (times._after(plan, seconds).replicas for seconds in (0.0, 1.0, float("inf")))
     cells, _ = times.store.cells(plan.inner, plan.units)
-    held = number_of(plan, cells.elements, 0)
-    part = min(1.0, bucket_of(plan.inner, 2) / (4 * held))
-    once = (alone - hidden) / (sums - part)  # what one sum takes
-    assert 0 < part < 1 and hidden == bound < alone
-    exposed = (sums - 1) * max(0.0, once - LAYERS * block) + max(part * once, once - LAYERS * block)
-    assert times.after(plan).replicas == pytest.approx(hidden - part * once + exposed)
+    held, outer = number_of(plan, cells.elements, 0), times.outer("dp", 2, 16)
+    once = outer.seconds(move("reduce_scatter", "dp", held * 15 // 16, "float32"))
+    gather = outer.seconds(move("all_gather", "dp", held * 15 // 16, "float32" if zero == 0 else "bfloat16"))
+    sums, part = 3 if zero == 2 else 1, bucket_of(plan.inner, 2) / (4 * held)
+    assert 0.1 < part < 0.7
+
+    def exposed(backward: float) -> float:
+        left = once - LAYERS * backward
+        return gather + (sums - 1) * max(0.0, left) + max(part * once, left)
+
+    for backward in (0.0, 0.3 * once / LAYERS, 0.9 * once / LAYERS, once):
+        assert times._after(plan, backward).replicas == pytest.approx(exposed(backward)), backward
+    spans = times.spans(plan)
+    assert times.after(plan).replicas == pytest.approx(exposed(spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds))
     assert times.estimate(plan, least=True) <= times.estimate(plan)
     on_hosts = replace(plan, inner=replace(plan.inner, device="cpu", dtype="float32"))
     assert times.after(on_hosts) == times._after(on_hosts, 0.0)
