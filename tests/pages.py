@@ -166,7 +166,7 @@ def check_summa3d(arguments: list[str]) -> None:
     arguments = arguments[: arguments.index(">")] if ">" in arguments else arguments
     name, rest = arguments[0], arguments[1:]
     if name == "help":
-        assert rest[0] in COMMANDS, rest
+        assert rest == [] or rest[0] in COMMANDS, rest
         return
     assert name in COMMANDS, name
     parser = Parser(prog=f"summa3d {name}")
