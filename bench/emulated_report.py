@@ -95,7 +95,10 @@ def block(result: Mapping[str, Any]) -> str:
     found = [f"{result['rounds']} rounds; {about(result['machine'])}.", ""]
     for made in (*map(table, result["races"]), errors(result["races"])):
         found += [made.markdown(), ""]
-    found += [f"- {verdict(claim, holds)}" for claim, holds in claims(result["races"])]
+    said = [*claims(result["races"])]
+    missed = [f"- {verdict(claim, holds)}" for claim, holds in said if not holds]
+    found.append(f"{len(said) - len(missed)} of {len(said)} claims hold (`bench/README.md` lists them).")
+    found += ["", *missed] if missed else []
     return "\n".join([BEGIN, "", *found, "", END])
 
 

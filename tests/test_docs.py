@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def test_the_page_of_schemes_is_what_the_schemes_are():
@@ -83,6 +85,13 @@ SEARCHED = (
 def test_words_of_the_field_lead_to_a_page_or_are_said_not_to_be_here() -> None:
     pages = [file.read_text(encoding="utf-8").lower() for file in DOCS.glob("*.md") if file.name != "where.md"]
     assert [word for word in SEARCHED if not any(word.lower() in page for page in pages)] == []
+
+
+def test_the_pages_that_are_written_by_hand_are_short() -> None:
+    """Words outside of code blocks, of the pages that no script of docs/ prints; that of what is where is an index."""
+    printed = {file.with_suffix(".md").name for file in DOCS.glob("*.py")} | {"where.md"}
+    texts = [file.read_text(encoding="utf-8") for file in DOCS.glob("*.md") if file.name not in printed]
+    assert sum(len(FENCED.sub("", text).split()) for text in texts) <= 24_000
 
 
 def test_the_page_of_predicted_times_is_short() -> None:
