@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import adopted
 import pytest
 import torch
+from plain_muon import without_bfloat16
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from summa3d.errors import CheckpointError, ConfigError, LayoutError
 from summa3d.layout import Layout, collect
-from summa3d.nn import from_folder, parallelise, scheme
+from summa3d.nn import Muon, from_folder, full_state_dict, parallelise, scheme
 from summa3d.nn.adopt.stand_in import StandIn
 
 GRIDS = {
@@ -195,20 +200,181 @@ def test_sizes_and_schemes_that_do_not_fit_are_refused_on_every_rank(make_grid):
 @pytest.mark.mpi(sizes=(4,))
 def test_the_table_says_what_became_of_each_layer_and_the_words_that_are_moved(make_grid):
     grid = make_grid(y=2, z=2)
-    model = parallelise(adopted.small("qwen3", num_hidden_layers=3), scheme("cuboid", grid))
+    model = parallelise(adopted.small("qwen3", num_hidden_layers=3, intermediate_size=36), scheme("cuboid", grid))
     rows = 4 * 11
     table = {line.split()[0]: line for line in model.adoption.table(rows).splitlines()}
-    assert "Linear(60 → 120, b:(x,y) s h:z → b:(x,z) s n:y, bias=False)" in table["model.layers.*.self_attn.q_proj"]
+    q, product = "model.layers.*.self_attn.q_proj", "one product with k_proj and v_proj"
+    assert f"Linear(60 → 120, b:(x,y) s h:z → b:(x,z) s n:y, bias=False), {product}" in table[q]
+    assert "in the product of gate_proj" in table["model.layers.*.mlp.up_proj"]
     assert "a copy on all ranks, its gradient summed over x·z·y" in table["model.layers.*.self_attn.q_norm.weight"]
     products = [one for one in model.adoption.layers if one.words(rows)]
-    assert len(products) == 3 * 7 + 1
+    assert len(products) == 3 * 4 + 1
     for one in products:
         k, layout = one.layer.weight.sharding.shape[one.name == "lm_head"], getattr(one.layer, "input_layout", "b:(x,y) s h:z")
         x = torch.zeros(Layout.of(layout).local_shape((4, 11, k), grid.shape, grid.coordinates), dtype=torch.float64)
         with grid.ledger.watch() as moved:
-            one.layer(x)
+            (one.together or one.layer)(x)
         assert max(grid.comm.allgather(moved.words)) == one.words(rows), one.name
         assert f"{one.words(rows):,}" in table[one.name.replace("0", "*").replace("1", "*").replace("2", "*")]
+    with grid.ledger.watch() as moved:
+        model.model.layers[1].mlp(torch.zeros(2, 11, 30, dtype=torch.float64))
+    assert moved.words == sum(one.words(rows) for one in products if "layers.1.mlp" in one.name)
+
+
+class Forked(nn.Module):
+    """A branch of a residual stream: three linear layers of one input, used by the code of a case."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(12, n, bias=False) for n in (8, 4, 4))
+        self.down, self.use = nn.Linear(4, 12), None
+
+    def forward(self, x):
+        return x + self.down((self.use or together)(self, x * 1.5))
+
+
+def together(net, x):
+    return net.q(x)[..., ::2] * net.k(x) + net.v(x)
+
+
+def apart(net, x):
+    return net.q(x)[..., ::2] * net.k(x + 0) + net.v(x)
+
+
+def without_k(net, x):
+    return net.q(x)[..., ::2] + net.v(x)
+
+
+def for_nothing(net, x):
+    net.v(x)
+    return net.q(x)[..., ::2] * net.k(x)
+
+
+def twice(net, x):
+    return net.q(x)[..., ::2] * net.k(x) * net.k(x) + net.v(x)
+
+
+def changed_in_between(net, x):
+    q = net.q(x)
+    x.mul_(2)
+    return q[..., ::2] * net.k(x) + net.v(x)
+
+
+def changed_weight(net, x):
+    q = net.q(x)
+    with torch.no_grad():
+        net.k.weight.mul_(2)
+    return q[..., ::2] * net.k(x) + net.v(x)
+
+
+def outputs_changed(net, x):
+    q, k, v = net.q(x), net.k(x), net.v(x)
+    kept = k.exp()
+    return q.mul_(2).view(-1).view_as(q)[..., ::2] * kept + v.sin_()
+
+
+def part_recomputed(net, x):
+    return checkpoint(net.q, x, use_reentrant=False)[..., ::2] * net.k(x) + net.v(x)
+
+
+def half_without_graph(net, x):
+    with torch.no_grad():
+        q = net.q(x)
+    return q[..., ::2] * net.k(x) + net.v(x)
+
+
+FORKS = {
+    together: ("qkv",), apart: ("qkv", "k"), without_k: ("qkv",), for_nothing: ("qkv",), twice: ("qkv", "k"),
+    changed_weight: ("qkv", "k", "v"), outputs_changed: ("qkv",), part_recomputed: ("q", "qkv"), half_without_graph: ("q", "qkv"),
+}  # fmt: skip
+"""What code does with its linear layers → the products that it takes, where those of one input are found in `together`."""
+
+
+def forked(on_grid=None):
+    torch.manual_seed(2)
+    module = Forked().double()
+    return parallelise(module, on_grid, dict.fromkeys("qkv", "first") | {"down": "second"}) if on_grid else module
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_layers_of_one_input_are_one_product_where_code_gives_them_one(make_grid):
+    """Else each is by itself; a gradient is None where that of the unsplit module is."""
+    grid = make_grid(y=2, z=2)
+    on_grid = scheme("cuboid", grid)
+    x, upstream = torch.randn(2, 4, 3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    mine = on_grid.residual.slices(x.shape, grid.shape, grid.coordinates)
+    for use, products in FORKS.items():
+        plain, net = forked(), forked(on_grid)
+        together_now = {one.name: one.together for one in net.adoption.layers}["q"]
+        layers = {"qkv": together_now, "q": net.q, "k": net.k, "v": net.v}
+        with grid.ledger.watch() as wanted:
+            net.down(torch.zeros(2, 3, 2, dtype=torch.float64))
+            for one in products:
+                layers[one](x[mine])
+        plain.use = net.use = use
+        out = plain(x)
+        (out * upstream).sum().backward()
+        with grid.ledger.watch() as moved:
+            found = net(x)
+        assert moved.words == wanted.words, use
+        (found * upstream[mine]).sum().backward()
+        assert torch.allclose(found, out[mine], rtol=1e-12, atol=1e-12), use
+        for name, error in adopted.differences(net, {name: p.grad for name, p in plain.named_parameters()}).items():
+            assert error <= 1e-10, (use, name)
+        gradients = adopted.whole_gradients(net)
+        assert [gradients[name] is None for name, _ in plain.named_parameters()] == [p.grad is None for p in plain.parameters()]
+        assert net.q.siblings is None
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_so_they_are_without_a_graph_recomputed_copied_and_behind_an_error(make_grid):
+    on_grid = scheme("cuboid", grid := make_grid(y=2, z=2))
+    x, upstream = torch.randn(2, 4, 3, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    mine = on_grid.residual.slices(x.shape, grid.shape, grid.coordinates)
+    plain, net = forked(), forked(on_grid)
+    (plain(x) * upstream).sum().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    net.use = lambda net, x: net.q(x) + undefined  # noqa: F821
+    with pytest.raises(NameError, match="undefined"):
+        net(x)
+    assert net.q.siblings is None
+    net.use = None
+    for reentrant in (False, True):
+        for one in (net, copy.deepcopy(net)):
+            one.zero_grad()
+            given = x.clone().requires_grad_()
+            (checkpoint(one, given, use_reentrant=reentrant) * upstream[mine]).sum().backward()
+            assert max(adopted.differences(one, wanted).values()) <= 1e-10
+    plain.use = net.use = changed_in_between
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.allclose(net(x), plain(x)[mine], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_muon_updates_an_adopted_model_as_torchs_does_the_unsplit_one(make_grid):
+    on_grid = scheme("cuboid", make_grid(y=2, z=2))
+    sizes = {"num_hidden_layers": 1, "num_key_value_heads": 4}
+    plain, model = adopted.small("qwen3", **sizes), parallelise(adopted.small("qwen3", **sizes), on_grid)
+    steps = []
+    for one, kind in ((plain, torch.optim.Muon), (model, Muon)):
+        named = dict(one.named_parameters())
+        hidden = [p for name, p in named.items() if p.dim() == 2 and "layers" in name]
+        rest = [p for name, p in named.items() if p.dim() == 1 or "layers" not in name]
+        steps.append((kind(hidden, lr=0.1), torch.optim.AdamW(rest, lr=0.1)))
+    ids, labels = adopted.batch(4)
+    for _ in range(2):
+        with adopted.Wide():
+            logits = plain(input_ids=ids).logits
+            functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100).backward()
+            model(input_ids=ids, labels=labels).loss.backward()
+        with without_bfloat16():
+            for one in (*steps[0], *steps[1]):
+                one.step()
+                one.zero_grad()
+    found = full_state_dict(model)
+    for name, p in plain.named_parameters():
+        assert (found[name] - p).abs().max() <= 1e-8 * p.abs().max(), name
 
 
 @pytest.mark.mpi(sizes=(4,))

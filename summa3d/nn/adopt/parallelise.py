@@ -15,7 +15,9 @@ from ...comm.topology import describe, replica_axes
 from ...errors import ConfigError
 from ...layout.layout import Layout
 from ..context import Context
+from ..layers.fused_linear import FusedLinear, can_join
 from ..layers.linear import Linear
+from ..layers.siblings import SiblingLinear, Siblings
 from .kept import keep
 from .layers import FusedParts, PositionTable, TokenTable, VocabularyHead, loss_of, new_norm
 from .model import adopt_class
@@ -200,17 +202,40 @@ class _Adopter:
         for name, plane in self._kept(uses, made).items():
             owner, _, leaf = name.rpartition(".")
             keep(self.modules[owner], leaf, self.at(owner), plane)
+        joined = self._joined(uses, made)
         for name, layer in made.items():
-            self._put(name, layer)
+            self._put(name, layer, joined.get(name))
         self._local_heads(made)
 
-    def _put(self, name: str, layer: nn.Module) -> None:
+    def _joined(self, uses: Uses, made: Mapping[str, nn.Module]) -> dict[str, tuple[str, FusedLinear]]:
+        """Name of each layer that makes a product with others → what is said of it, and the product.
+
+        They are layers of one input, where axes split their columns: else they would move as much, each for itself.
+        """
+        joined: dict[str, tuple[str, FusedLinear]] = {}
+        for owner, names in uses.siblings if self.scheme.columns(self.inner).size > 1 else ():
+            alike: dict[object, list[str]] = {}
+            for name in names:
+                if isinstance(layer := made[name], SiblingLinear):
+                    alike.setdefault((layer.bias is None, layer.weight.dtype, layer.context.at), []).append(name)
+            for group in alike.values():
+                linears: list[Any] = [made[name] for name in group]
+                if len(group) > 1 and can_join(*linears):
+                    product = Siblings(self.modules[owner], linears).joined
+                    first, *rest = (name.rpartition(".")[2] for name in group)
+                    joined |= dict.fromkeys(group, (f", in the product of {first}", product))
+                    joined[group[0]] = f", one product with {' and '.join(rest)}", product
+        return joined
+
+    def _put(self, name: str, layer: nn.Module, joined: tuple[str, FusedLinear] | None) -> None:
         owner, _, leaf = name.rpartition(".")
         was = self.modules[name]
         layer.train(was.training)
         setattr(self.modules[owner], leaf, layer)
-        now = f"{type(layer).__name__}({layer.extra_repr()})"
-        self.report.layers.append(AdoptedLayer(name, type(was).__name__, now, layer))
+        kind = Linear if isinstance(layer, Linear) else type(layer)
+        said, together = joined or ("", None)
+        now = f"{kind.__name__}({layer.extra_repr()}){said}"
+        self.report.layers.append(AdoptedLayer(name, type(was).__name__, now, layer, together))
 
     def _linear(self, name: str, style: str) -> nn.Module:
         old: Any = self.modules[name]
@@ -224,7 +249,7 @@ class _Adopter:
                 _fill(part, dict(zip(("weight", "bias"), whole, strict=False)))
             return new
         else:
-            new = Linear(k, n, self.at(name), bias=bias, dtype=dtype)
+            new = SiblingLinear(k, n, self.at(name), bias=bias, dtype=dtype)
         return _fill(new, dict(old.named_parameters()))
 
     def _widths(self, style: str, n: int) -> list[int] | None:

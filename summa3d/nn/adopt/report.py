@@ -9,22 +9,29 @@ from torch import nn
 from ...columns import aligned
 from ...gemm.algorithms.plan import ProductPlan
 from ...gemm.cost.volume import of_plan
+from ..layers.fused_linear import FusedLinear
 from ..layers.linear import Linear
 from .layers import FusedParts, VocabularyHead
 
 
 @dataclass(frozen=True)
 class AdoptedLayer:
-    """A row: the name of a module or parameter; what it was; what it is, with its layouts; the layer, if it is one."""
+    """A row: the name of a module or parameter; what it was; what it is, with its layouts; the layer, if it is one.
+
+    together : the product that it makes with others of the same input, whose words are the first one's
+    """
 
     name: str
     was: str
     now: str
     layer: nn.Module | None = None
+    together: FusedLinear | None = None
 
     def words(self, rows: int) -> int:
         """The words that the fullest rank receives in its forward product of so many rows (batch · sequence); 0 of others."""
-        plan = _plan(self.layer, rows)
+        if self.together is not None and self.together.linears[0] is not self.layer:
+            return 0
+        plan = _plan(self.together or self.layer, rows)
         return 0 if plan is None else of_plan(plan[0], plan[1]).max_words
 
 
@@ -49,16 +56,18 @@ class Adoption:
         return self.table()
 
 
-def _plan(layer: nn.Module | None, rows: int) -> tuple[ProductPlan, dict[str, int]] | None:
+def _plan(layer: nn.Module | FusedLinear | None, rows: int) -> tuple[ProductPlan, dict[str, int]] | None:
     """The plan of a layer's product, and the grid it is on."""
     if isinstance(layer, FusedParts):
-        first: Linear = layer.joined.linears[0]
-        context, layout, form, k = first.context, first.input_layout, "nn", first.k
-        n = sum(linear.n for linear in layer.joined.linears)
+        layer = layer.joined
+    together = 1
+    if isinstance(layer, FusedLinear):
+        context, layout, form, k, together = layer.context, layer.layout, "nn", layer.linears[0].k, layer.together
+        n = sum(linear.n for linear in layer.linears)
     elif isinstance(layer, Linear):
         context, layout, form, n, k = layer.context, layer.input_layout, "nn", layer.n, layer.k
     elif isinstance(layer, VocabularyHead):
         context, layout, form, n, k = layer.context, layer.context.residual, "nt", layer.vocabulary, layer.hidden
     else:
         return None
-    return context.scheme.plan(layout, form, rows, n, k), context.scheme.shape
+    return context.scheme.plan(layout, form, rows, n, k, together), context.scheme.shape

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from itertools import count
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +42,14 @@ class Unknown(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Call(NamedTuple):
+    """A module's call: its name, whether it is a norm, and the number of the call."""
+
+    name: str
+    is_norm: bool
+    number: int
+
+
 @dataclass
 class Uses:
     """What the pass found.
@@ -49,12 +59,14 @@ class Uses:
     places : parameter's name → the places where it was used
     norms : module's name → the place and the last dim of what it normalised
     tables : module's name → whether it embeds the ids (else positions)
+    siblings : modules' names, each with the first linear layers that it calls once each, on the same tensor
     result : the place of the one tensor that the module returns, or of its logits
     """
 
     places: dict[str, set[str]] = field(default_factory=dict)
     norms: dict[str, tuple[str, int]] = field(default_factory=dict)
     tables: dict[str, bool] = field(default_factory=dict)
+    siblings: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
     result: str | None = None
 
 
@@ -62,10 +74,12 @@ class _Trace(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str], roles: Mapping[str, str]) -> None:
         super().__init__()
         self.names, self.roles, self.found = names, roles, Uses()
-        self.inside: list[tuple[str, bool]] = []
+        self.inside: list[_Call] = []
+        self.given: dict[tuple[int, int], tuple[str, Tensor, list[str]]] = {}
+        """The number of a module's call, a tensor → the module, that tensor, and the first linear layers that it gave it to."""
 
     def refuse(self, what: str, error: Exception | None = None) -> NoReturn:
-        where = next((name for name, _ in reversed(self.inside) if name), "the module")
+        where = next((one.name for one in reversed(self.inside) if one.name), "the module")
         raise ConfigError(f"{where}: {what}") from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -87,7 +101,7 @@ class _Trace(TorchFunctionMode):
             place, used = self._embedding(args, kwargs, used[0], outs[0]), []
         else:
             place = self._joined(tensors, name)
-            if not any(norm for _, norm in self.inside):
+            if not any(one.is_norm for one in self.inside):
                 self._check(name, place, args, kwargs, tensors)
         derived = frozenset(used).union(*(getattr(one, "_of", ()) for one in tensors))
         if place in SPLIT:
@@ -126,7 +140,15 @@ class _Trace(TorchFunctionMode):
                 f"{layer} is {'the' if role == HEAD else 'a'} {role} linear layer, whose input is {' or '.join(wanted)}; "
                 f"it is given {place or 'what no layer made'}."
             )
+        if role == FIRST and len(self.inside) > 1:
+            self.given.setdefault((self.inside[-2].number, id(x)), (self.inside[-2].name, x, []))[2].append(layer)
         return {FIRST: FLAT, SECOND: STREAM, HEAD: LOGITS}[role]
+
+    def siblings(self) -> list[tuple[str, tuple[str, ...]]]:
+        """As in `Uses`; not those that other calls, or other inputs, have found in other company."""
+        groups = dict.fromkeys((owner, tuple(layers)) for owner, _, layers in self.given.values())
+        times = Counter(layer for _, layers in groups for layer in layers)
+        return [group for group in groups if len(group[1]) > 1 and all(times[layer] == 1 for layer in group[1])]
 
     def _embedding(self, args: Any, kwargs: Any, weight: str, out: Tensor) -> str:
         x = args[0] if args else kwargs["input"]
@@ -176,11 +198,11 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     parameters = {name for name, _ in module.named_parameters()}
     names = {id(one): name for name, one in metas.items() if name in parameters}
     modules = {id(one): name for name, one in module.named_modules()}
-    tracer, training = _Trace(names, roles), {one: one.training for one in module.modules()}
+    tracer, training, numbers = _Trace(names, roles), {one: one.training for one in module.modules()}, count()
 
     def enter(one: nn.Module, given: Any) -> None:
         is_a_norm = is_norm(one)
-        tracer.inside.append((modules.get(id(one), ""), is_a_norm))
+        tracer.inside.append(_Call(modules.get(id(one), ""), is_a_norm, next(numbers)))
         if is_a_norm and given and getattr(given[0], "_place", None) in SPLIT:
             tracer.found.norms[modules[id(one)]] = given[0]._place, given[0].shape[-1]
 
@@ -194,6 +216,7 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     try:
         with torch.no_grad(), tracer:
             out = _call(module.train(), metas, args, kwargs)
+            tracer.found.siblings = tracer.siblings()
             tracer.found.result = getattr(getattr(out, "logits", out), "_place", None)
     except Summa3dError:
         raise

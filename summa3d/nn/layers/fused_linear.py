@@ -31,11 +31,9 @@ class FusedLinear:
         self.linears, self.context, self.layout = linears, first.context, first.input_layout
         shape, at = self.context.grid.shape, self.context.grid.coordinates
         num_shards = first.output_layout.num_shards(-1, shape)
-        self._together = 1
-        if any(linear.n % (num_shards * linear.together) for linear in linears):
-            if not have_like_items(*linears):
-                raise LayoutError(_misfit(linears, num_shards))
-            self._together = sum(linear.together for linear in linears)
+        if not can_join(*linears):
+            raise LayoutError(_misfit(linears, num_shards))
+        self.together = 1 if _are_even(linears) else sum(linear.together for linear in linears)
         columns = (Layout(one.output_layout.dims[-1], grains=one.output_layout.grains[-1:]) for one in linears)
         blocks = (layout.local_shape((linear.n,), shape, at) for layout, linear in zip(columns, linears, strict=True))
         self._widths = [width for (width,) in blocks]
@@ -47,7 +45,7 @@ class FusedLinear:
 
     def _new_product(self, rows: int | UnevenRows) -> Product:
         n, k = sum(linear.n for linear in self.linears), self.linears[0].k
-        found = self.context.product(self.layout, "nn", rows, n, k, self._source, together=self._together)
+        found = self.context.product(self.layout, "nn", rows, n, k, self._source, together=self.together)
         return found if self._agreed is None else found.agreeing_with(self._agreed)
 
     def compare_once(self) -> None:
@@ -77,13 +75,23 @@ class FusedLinear:
         return [linear.weight for linear in self.linears]
 
     def _side_by_side(self, weights: Sequence[Tensor]) -> Tensor:
-        if self._together == 1:
+        if self.together == 1:
             return torch.cat([weight.unflatten(1, (self._runs, -1)) for weight in weights], 2).flatten(1)
         if self._runs == 1:
             return torch.cat([*weights], 1)
         parts = zip(weights, self.linears, strict=True)
         runs = [weight.split(split_sizes(weight.shape[1], self._runs, linear.together), 1) for weight, linear in parts]
         return torch.cat([part for run in zip(*runs, strict=True) for part in run], 1)
+
+
+def can_join(*linears: Linear) -> bool:
+    """Whether the columns of linear layers of one input can be split so that they are one product."""
+    return _are_even(linears) or have_like_items(*linears)
+
+
+def _are_even(linears: Sequence[Linear]) -> bool:
+    num_shards = linears[0].output_layout.num_shards(-1, linears[0].context.grid.shape)
+    return not any(linear.n % (num_shards * linear.together) for linear in linears)
 
 
 def have_like_items(*linears: Linear) -> bool:
