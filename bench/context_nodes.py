@@ -71,7 +71,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What must hold on nodes with a core each."""
+    """Return what must hold on nodes with a core each."""
     own, shared = ([row for row in rows if (row["nodes"] == 2) is alone] for alone in (True, False))
     return [claim for row in shared for claim in shared_claims(row)] + [
         claim
@@ -88,7 +88,7 @@ def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
 
 
 def shared_claims(row: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What must hold where nodes share cores."""
+    """Return what must hold where nodes share cores."""
     measured, predicted = (
         sorted(row["kinds"], key=of.__getitem__) for of in ({k: median(row["seconds"][k]) for k in row["kinds"]}, row["kinds"])
     )
@@ -131,7 +131,7 @@ def ring_of(world: Any) -> Any:
 
 
 def acts_of(grid: Any, positions: int) -> dict[str, Callable[[], object]]:
-    """What is timed: the arithmetic of a folded and of an unfolded ring, the messages of one, both rings, and a folded backward.
+    """Acts to time: the arithmetic of a folded and of an unfolded ring, the messages of one, both rings, and a folded backward.
 
     `whole blocks` is a folded ring whose hops are a message each; `gather` and `heads` are the other kinds' forward.
     """

@@ -81,7 +81,7 @@ def measure(rounds: int, shape: Mapping[str, int]) -> None:
 
 
 def own(whole_tensor: Any, split: Any) -> Any:
-    """What a context holds of a tensor [b, a, s, d]; all of it without a split."""
+    """Return what a context holds of a tensor [b, a, s, d]; all of it without a split."""
     from summa3d.nn.context_parallel.positions import part_of
 
     return whole_tensor if split is None else part_of(whole_tensor, split, 2)
@@ -159,7 +159,7 @@ def gathered(split: Any, sequence: int) -> Contender:
 
 
 def error_of_torch(ranks: int) -> str:
-    """What torch's own context parallelism says of tensors of the host."""
+    """Return what torch's own context parallelism says of tensors of the host."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel

@@ -86,7 +86,7 @@ def furthest(ratios: Iterator[float]) -> float:
 
 
 def apart(one: float, other: float) -> bool:
-    """Whether two predictions are so far apart that the order must be right."""
+    """Return whether two predictions are so far apart that the order must be right."""
     return max(one, other) > (1 + APART) * min(one, other)
 
 

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def has_heat(packages: Path) -> bool:
-    """Whether heat is in this folder; where it is not, says how it is installed."""
+    """Return whether heat is in this folder; where it is not, says how it is installed."""
     found = (packages / "heat").is_dir()
     if not found:
         print(f"heat is not compared: it is not in {packages}. " + INSTALL.format(folder=packages))

@@ -37,7 +37,7 @@ def taken(device: str, what: str) -> str | None:
 
 
 def without_gpu(what: str) -> bool:
-    """Whether there is no CUDA device; prints a line that says so."""
+    """Return whether there is no CUDA device; prints a line that says so."""
     if torch.cuda.is_available():
         return False
     print(f"no GPU: {what} can only be measured on a CUDA device")

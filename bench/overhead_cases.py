@@ -361,7 +361,7 @@ def taken(act: Act, times: int, world: Any) -> dict[str, float]:
 
 
 def sleeps(step: Act, steps: int) -> dict[str, float]:
-    """How often this rank sleeps in a step, by axis."""
+    """Return how often this rank sleeps in a step, by axis."""
     from summa3d.comm.transport.node_memory import Flags
 
     counts, wait = Counter[str](), Flags.wait

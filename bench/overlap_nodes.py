@@ -105,7 +105,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
-    """What must hold of cases whose arithmetic and messages take alike within 2×."""
+    """Return what must hold of cases whose arithmetic and messages take alike within 2×."""
     found = []
     for nodes, least in ((2, ONE_NODE_EACH), (4, SHARED_CORES)):
         alike = [row for row in rows if row["nodes"] == nodes and 0.5 <= row["alike"] <= 2]

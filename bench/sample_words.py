@@ -29,7 +29,7 @@ def corpus_of(run: Path) -> str:
 
 
 def known_words(sample: str, corpus: str) -> tuple[int, int]:
-    """How many words of a sample occur in a corpus as words, and how many it has.
+    """Return how many words of a sample occur in a corpus as words, and how many it has.
 
     >>> known_words("def parse(tree, zorn)", "def visit(tree): parse(tree)")
     (3, 4)

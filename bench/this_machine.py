@@ -136,7 +136,7 @@ def order_of(rows: list[dict[str, Any]]) -> float:
 
 
 def claimed(found: dict[str, Any]) -> list[tuple[str, bool]]:
-    """What is claimed of 2 and 4 ranks, each with its figure."""
+    """Return what is claimed of 2 and 4 ranks, each with its figure."""
     least = max(REGRET, found["noise"])
     each = ", ".join(f"{one:.1%}" for one in found["regrets"])
     return [

@@ -45,7 +45,7 @@ def kinds() -> dict[str, bool]:
 
 
 def in_fork(act: Callable[[], Found]) -> Found:
-    """What an act returns in a fork of its own, which ends in time and within its memory."""
+    """Return what an act returns in a fork of its own, which ends in time and within its memory."""
     with tempfile.TemporaryFile("w+") as file:
         child = os.fork()
         if child == 0:
@@ -62,12 +62,12 @@ def in_fork(act: Callable[[], Found]) -> Found:
 
 
 def first_line(error: Exception) -> str:
-    """What is said of an error."""
+    """Return what is said of an error."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def tried_without_data(kind: str) -> Found:
-    """Whether a model is refused, or with how many layers it can be tried on ranks."""
+    """Return whether a model is refused, or with how many layers it can be tried on ranks."""
     import adopted
 
     from summa3d.dry.place import DryPlace
@@ -153,7 +153,7 @@ def launched(models: Mapping[str, int]) -> Iterator[tuple[str, dict[str, Found]]
 
 
 def found_of(plans: Mapping[str, bool]) -> dict[str, dict[str, Found]]:
-    """What came of each model in each scheme."""
+    """Return what came of each model in each scheme."""
     import torch
     import transformers  # noqa: F401
 

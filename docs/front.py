@@ -41,7 +41,7 @@ BOUND = "lower bound"
 
 
 def is_line(grid: dict[str, int]) -> bool:
-    """Whether it is 1-D: the ranks lie along y alone."""
+    """Return whether it is 1-D: the ranks lie along y alone."""
     return grid["x"] == grid["z"] == 1
 
 

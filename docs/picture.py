@@ -30,7 +30,7 @@ def text(x: float, y: float, words: str, size: int = 14, anchor: str = "middle",
 
 
 def point(at: Mapping[str, int]) -> tuple[float, float]:
-    """Where a rank stands in the drawing of the cube: x to the right, z up, y to the back."""
+    """Return where a rank stands in the drawing of the cube: x to the right, z up, y to the back."""
     return 60 + 130 * at["x"] + 55 * at["y"], 250 - 130 * at["z"] - 45 * at["y"]
 
 

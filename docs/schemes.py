@@ -126,7 +126,7 @@ def words(name: str, part: str, records: list[tuple[Scheme, list[Op]]]) -> tuple
 
 
 def record(name: str, rank: int) -> tuple[Scheme, list[Op]]:
-    """What a forward and a backward move on one rank, layer by layer: the model's, or the MLP's where the scheme has no more."""
+    """Moves of a forward and a backward on one rank, by layer: the model's, or the MLP's where the scheme has no more."""
     tracer = Tracer()
     on = scheme(name, DryPlace(GRIDS[name], rank, ledger=tracer.ledger))
     with torch.device("meta"):

@@ -46,7 +46,7 @@ class Library:
 
     @property
     def is_numpys(self) -> bool:
-        """Whether this is the BLAS that numpy is linked to."""
+        """Return whether this is the BLAS that numpy is linked to."""
         return self.name == "numpy's"
 
     def __str__(self) -> str:
@@ -107,7 +107,7 @@ ZEN_4 = {"float32": 512**3, "float64": 128**3}, 64
 
 @cache
 def rule_for_tensors() -> BlasRule:
-    """What this process would multiply torch's host tensors by; the ranks of a grid agree on one (`Job.blas`).
+    """Library that would multiply torch's host tensors in this process; the ranks of a grid agree on one (`Job.blas`).
 
     By numpy's OpenBLAS on AMD's processors with AVX-512, which torch's MKL does not use there. On Zen 5 that makes MKL less than
     half as fast (float32, a core: 110 against 250 Gflop/s), on Zen 4 4 to 30 % slower in large products and as fast in small ones
@@ -277,13 +277,13 @@ def _family() -> int | None:
 
 
 def _has(word: str) -> bool:
-    """Whether the processor's vendor, or one of the features that it reports, is `word`."""
+    """Return whether the processor's vendor, or one of the features that it reports, is `word`."""
     return word in _processor().split()
 
 
 @cache
 def _processor() -> str:
-    """What the kernel says of the first processor; of all others it says the same."""
+    """The kernel's description of the first processor; of all others it says the same."""
     facts = Path("/proc/cpuinfo")
     return facts.read_text().partition("\n\n")[0] if facts.exists() else ""
 

@@ -132,7 +132,7 @@ class Cluster:
         return self.levels[0].size
 
     def ranks_per_node(self, ranks: int) -> int:
-        """How many of `ranks` ranks communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""
+        """Number of the `ranks` ranks that communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""
         return min(ranks, self.node or ranks) if self["host.shared"] else 1
 
     def crowding(self, ranks: int) -> float:

@@ -41,7 +41,7 @@ def check_regular(path: Path) -> None:
 
 
 def bytes_of(path: Path) -> bytes:
-    """What is in a regular file. Raises OSError, and ValueError for a FIFO or a device."""
+    """Contents of a regular file. Raises OSError, and ValueError for a FIFO or a device."""
     check_regular(path)
     return path.read_bytes()
 

@@ -29,7 +29,7 @@ def program(text: str) -> list[str]:
 
 
 def spawns_safely() -> bool:
-    """Whether Pythons that `multiprocessing` starts can leave the current folder out: it passes no options of ours on."""
+    """Return whether Pythons that `multiprocessing` starts can leave the current folder out: it passes no options of ours on."""
     return sys.version_info >= (3, 11)
 
 

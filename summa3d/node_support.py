@@ -49,7 +49,7 @@ def affinity() -> list[int]:
 
 
 def forbidden(variable: str) -> bool:
-    """Whether an environment variable is "no"; unset means "yes". Raises ConfigError for any other value.
+    """Return whether an environment variable is "no"; unset means "yes". Raises ConfigError for any other value.
 
     >>> forbidden("SUMMA3D_SOME_VARIABLE")
     False

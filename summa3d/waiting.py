@@ -54,5 +54,5 @@ def yield_cores() -> None:
 
 
 def cores_are_yielded() -> bool:
-    """Whether some variable was set when MPI started, by the user, a launcher or this package."""
+    """Return whether some variable was set when MPI started, by the user, a launcher or this package."""
     return any(name in os.environ for names in VARIABLES.values() for name in names)

@@ -153,7 +153,7 @@ def asleep(schedule: Schedule, inner: int = 2, progress: bool = True) -> dict[tu
     taken = {message: place for program in programs for place, step in enumerate(program) for message in step.receives}
 
     def ends(places: tuple[int, ...], rank: int, index: int) -> bool:
-        """Whether the next step of a rank can end now."""
+        """Return whether the next step of a rank can end now."""
         step = programs[rank][places[rank * inner + index]]
         if step.op is not None:  # all are there; the first ends it for all
             return index == 0 and len({places[rank * inner + other] for other in range(inner)}) == 1

@@ -14,7 +14,7 @@ NAME = os.environ.get("SUMMA3D_TESTED_DEVICE") or os.environ.get("SUMMA3D_DEVICE
 
 
 def why_not() -> str | None:
-    """Why tests cannot run where SUMMA3D_DEVICE says, in one line."""
+    """Return why tests cannot run where SUMMA3D_DEVICE says, in one line."""
     if NAME in ("cpu", "pretended"):
         return None
     from summa3d.comm.device.select import requested_device, visible_devices

@@ -13,7 +13,7 @@ def block_of(whole, grid, layout):
 
 
 def is_block_of(block, grid, layout, whole):
-    """Whether each rank has its block of `whole` in `layout`."""
+    """Return whether each rank has its block of `whole` in `layout`."""
     return torch.allclose(block, block_of(whole, grid, layout).detach(), rtol=0, atol=1e-12)
 
 

@@ -55,7 +55,7 @@ def run_dry(case: Case, rank: int = 0, ranks_per_node: int = 1, on_device: bool 
 
 
 def lines_of(step: DryStep) -> Lines:
-    """What a dry step moves, line by line."""
+    """Return what a dry step moves, line by line."""
     lines: Lines = {}
     for segment, times in step.parts:
         for op in segment.ops:
@@ -67,7 +67,7 @@ def lines_of(step: DryStep) -> Lines:
 
 
 def lines_moved(moved: Watched) -> Lines:
-    """What a real step moved, line by line, whatever the dtypes."""
+    """Return what a real step moved, line by line, whatever the dtypes."""
     lines: Lines = {}
     for row in moved.rows:
         words, messages = lines.get((row.phase, row.axis, row.collective), (0, 0))
@@ -114,7 +114,7 @@ class Real:
             self.update()
 
     def measured(self) -> tuple[Lines, int]:
-        """What a step moves, and the most held in it: of one that is not the first."""
+        """Return what a step moves, and the most held in it: of one that is not the first."""
         with self.grid.ledger.watch() as moved:
             peak = self.peak()
         return lines_moved(moved), peak

@@ -233,7 +233,7 @@ class Device:
         return array
 
     def read(self, array: FakeArray) -> np.ndarray:
-        """What `array` holds once the caller's stream has done what it was given."""
+        """Return what `array` holds once the caller's stream has done what it was given."""
         self.record(self.compute).synchronize()
         return array._view.copy()
 

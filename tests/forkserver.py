@@ -37,12 +37,12 @@ BACKLOG = 128  # stubs that may wait while a server still imports
 
 
 def available() -> bool:
-    """Whether this system can: Linux with descriptors of processes."""
+    """Return whether this system can: Linux with descriptors of processes."""
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 def stub_command(servers: Sequence[Server]) -> list[str]:
-    """What a launcher starts instead of a rank; the rank's arguments follow."""
+    """Return what a launcher starts instead of a rank; the rank's arguments follow."""
     return [sys.executable, "-I", "-S", str(STUB), ":".join(str(server.path) for server in servers)]
 
 

@@ -50,11 +50,11 @@ class LoadedMPI:
             module.Init_thread(module.THREAD_MULTIPLE)
 
     def active(self) -> bool:
-        """Whether MPI is initialised, and not finalised."""
+        """Return whether MPI is initialised, and not finalised."""
         return self.module.Is_initialized() and not self.module.Is_finalized()
 
     def finalise(self) -> None:
-        """What mpi4py does at the exit of an interpreter."""
+        """Return what mpi4py does at the exit of an interpreter."""
         if self.active():
             self.module.Finalize()
 

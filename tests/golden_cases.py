@@ -120,7 +120,7 @@ def _fitted(case: Case) -> Case | None:
 
 
 def figures(case: Case) -> dict[str, Any]:
-    """What the closed forms say of a case: words and messages of the first and the last rank, and bytes of rank 0."""
+    """Return what the closed forms say of a case: words and messages of the first and the last rank, and bytes of rank 0."""
     from nn_oracle.memory import ModelMemory
     from nn_oracle.volume_models import model_volume
 

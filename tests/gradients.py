@@ -21,5 +21,5 @@ def operands(plan: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def close(block: Tensor, grid: Any, layout: Any, want: Tensor) -> bool:
-    """Whether the blocks together are `want`, to rounding."""
+    """Return whether the blocks together are `want`, to rounding."""
     return bool((collect(block.detach(), grid, layout, want.shape) - want).norm() <= 1e-13 * want.norm())

@@ -125,7 +125,7 @@ def run_serial(
 
 
 def printed_by_hash_seeds(program: str, *arguments: str) -> tuple[str, str]:
-    """What a program of Python prints where texts have the hashes of one seed, and of another."""
+    """Return what a program of Python prints where texts have the hashes of one seed, and of another."""
     command = [sys.executable, "-c", program, *arguments]
     first, second = (
         subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
@@ -135,7 +135,7 @@ def printed_by_hash_seeds(program: str, *arguments: str) -> tuple[str, str]:
 
 
 def commands(lines: Sequence[Sequence[object]], ranks: int) -> list[Ended]:
-    """How each of these commands of summa3d ends, one after the other on the ranks of one job: all alike, and only rank 0 prints.
+    """End of each of these commands of summa3d, one after the other on the ranks of one job: all alike, and only rank 0 prints.
 
     An error is one that every rank raises. For how a process of summa3d ends, and who prints its error, start it alone.
     """

@@ -41,7 +41,7 @@ def plain(value: Any) -> np.ndarray:
 
 
 def is_like(value: Any, kind: str, dtype: str) -> bool:
-    """Whether `value` is C-ordered, of this kind and dtype."""
+    """Return whether `value` is C-ordered, of this kind and dtype."""
     if kind == "numpy":
         return isinstance(value, np.ndarray) and value.dtype == dtype and value.flags.c_contiguous
     return not isinstance(value, np.ndarray) and str(value.dtype) == f"torch.{dtype}" and value.is_contiguous()

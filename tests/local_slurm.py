@@ -61,7 +61,7 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def why_not() -> str | None:
-    """Why no Slurm can be started here; None where it can."""
+    """Return why no Slurm can be started here; None where it can."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     missing = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
     if missing:
@@ -146,7 +146,7 @@ class LocalSlurm:
         return ended
 
     def facts(self, job: str) -> dict[str, str]:
-        """What Slurm says of a job: JobState, Reason, …"""
+        """Return what Slurm says of a job: JobState, Reason, …"""
         return dict(word.partition("=")[::2] for word in self.run("scontrol", "-o", "show", "job", job).stdout.split())
 
     def wait(self, job: str, timeout: float) -> str:

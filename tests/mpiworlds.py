@@ -99,7 +99,7 @@ def wide_sizes(test: str, sizes: Sequence[int]) -> list[int]:
 
 @pytest.fixture
 def world_size(request: pytest.FixtureRequest) -> int:
-    """How many ranks this test runs on."""
+    """Return how many ranks this test runs on."""
     size: int = request.param
     return size
 

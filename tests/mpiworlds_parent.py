@@ -78,7 +78,7 @@ class RankLog:
 
 
 def may_fork(config: pytest.Config) -> bool:
-    """Whether processes may be forks: on Linux, of MPICH, whose launcher speaks with a rank through one open descriptor."""
+    """True if processes may be forks: on Linux, of MPICH, whose launcher speaks with a rank through one open descriptor."""
     return forkserver.available() and not config.getoption("--fresh-ranks") and loaded_runtime().vendor == "mpich"
 
 
@@ -95,11 +95,11 @@ class Servers:
         self.servers = [forkserver.Server(command, environment, config.rootpath) for _ in range(2)]
 
     def command(self) -> list[str]:
-        """What stands where a rank's Python would, but for its arguments."""
+        """Return what stands where a rank's Python would, but for its arguments."""
         return forkserver.stub_command(self.servers)
 
     def log_tail(self) -> str:
-        """What the servers have printed: why they ended, if they have."""
+        """Return what the servers have printed: why they ended, if they have."""
         return "\n".join(server.log.read_text(errors="replace")[-LOG_TAIL:] for server in self.servers).strip()
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class World:
         return None
 
     def _busy(self) -> bool:
-        """Whether every rank has already run something: then the world has started, and this test is next."""
+        """Return whether every rank has already run something: then the world has started, and this test is next."""
         return all(log.started for log in self.logs)
 
     def _why_ended(self, test: str) -> str:
@@ -351,7 +351,7 @@ class Parent:
             terminalreporter.write_line(line)
 
     def _runs_here(self, item: pytest.Item) -> bool:
-        """Whether this process runs a test: one without MPI where there is one lane, one that --worlds left no size."""
+        """Return whether this process runs a test: one without MPI where there is one lane, one that --worlds left no size."""
         alone = self.config.getoption("--lanes") == 1
         return world_size_of(item) == 0 and (alone or item.get_closest_marker("mpi") is not None)
 
@@ -394,7 +394,7 @@ def _merged(item: pytest.Item, world: World, phase: Phase, why: str, stacks: dic
 
 
 def _unfinished(test: str, world: World, stacks: dict[int, str]) -> Iterator[str]:
-    """What is known of the ranks that had not finished: where they stand, or why they never began."""
+    """Return what is known of the ranks that had not finished: where they stand, or why they never began."""
     errors = {rank: "\n".join(log.collect_errors) for rank, log in enumerate(world.logs) if log.collect_errors}
     yield from _grouped(errors, world.size)
     standing = {rank: stacks.get(rank, "").strip() for rank, log in enumerate(world.logs) if test not in log.done}
@@ -430,7 +430,7 @@ def _rank_options(config: pytest.Config) -> Iterable[str]:
 
 
 def _is_rank_of(pid: int, mark: str) -> bool:
-    """Whether a process still is the rank that wrote its id: ids are given anew (where /proc cannot tell, believe it)."""
+    """Return whether a process still is the rank that wrote its id: ids are given anew (where /proc cannot tell, believe it)."""
     try:
         return mark.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:

@@ -38,7 +38,7 @@ class Synchronous(MPI.Intracomm):
 
 
 def value(kind: str, stage: int, micro: int, inner: int) -> float:
-    """What a message is full of."""
+    """Return what a message is full of."""
     return float(1 + micro + 100 * stage + 10_000 * inner) * (1 if kind == "F" else -1)
 
 

@@ -51,7 +51,7 @@ class PlainMixtral(PlainLlama):
         return sorted((e for e in range(len(row)) if e // size in kept), key=lambda e: (-row[e], e))[:k]
 
     def within_capacity(self, of: list[list[int]], experts: int) -> list[list[bool]]:
-        """Which choices of a sequence its experts take: the first ones."""
+        """Return which choices of a sequence its experts take: the first ones."""
         factor = self.config.moe.capacity
         most = len(of) if factor is None else ceil(factor * len(of) * len(of[0]) / experts)
         seen, taken = Counter[int](), []

@@ -122,7 +122,7 @@ class Pretended(TorchFunctionMode):
             super().__exit__(None, None, None)
 
     def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a function makes where its argument `device` says."""
+        """Return what a function makes where its argument `device` says."""
         asked = torch.device(kwargs["device"])
         before, self.place = self.place, asked.type
         try:

@@ -20,7 +20,7 @@ SHORT = ("--ranks", "2", "--divide", "32", "--case", "tall", "--dtype", "float64
 
 
 def run(script: str, *arguments: str, patience: int = 120, fresh: bool = False, **environ: str) -> str:
-    """What a script says. fresh : in Pythons that are not forked, which cannot end once torch.distributed has run in them."""
+    """Output of a script. fresh : in Pythons that are not forked, which cannot end once torch.distributed has run in them."""
     command = [sys.executable if fresh else jobs.python(), str(BENCH / script), *arguments]
     done = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, timeout=patience, check=False)
     assert done.returncode == 0, done.stderr

@@ -57,7 +57,7 @@ def test_every_library_multiplies_every_form_order_and_stride(taken, name, dtype
         return values.astype(dtype)
 
     def stored(values, letter, order):
-        """What op(`letter`) turns into `values`: by rows, by columns, or every row of a wider matrix."""
+        """Return what op(`letter`) turns into `values`: by rows, by columns, or every row of a wider matrix."""
         turned = {"n": values, "t": values.T, "c": values.conj().T}[letter]
         if order == "strided":
             wide = np.zeros((turned.shape[0] * 2, turned.shape[1] + 3), dtype)

@@ -41,7 +41,7 @@ SERVER = (Path(cluster.FOLDER) / "server.toml").read_text(encoding="utf-8").spli
 
 
 def run_of(script: Path, cwd: Path, programs: Path, **environment: str) -> list[str]:
-    """What a job script hands to the programs that only note their arguments; nothing else may come of it."""
+    """Return what a job script hands to the programs that only note their arguments; nothing else may come of it."""
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     noted = programs / "noted"
     slurm = {"SLURM_JOB_NAME": "own", "SLURM_JOB_ID": "17", "SLURM_CPUS_PER_TASK": "1", "SLURM_NTASKS": "2", "MODULES": ""}

@@ -83,7 +83,7 @@ def calls(tree: ast.AST, where: tuple[str, ...] = ()) -> Iterator[tuple[str, ast
 
 
 def kind_of(call: ast.Call) -> str | None:
-    """What a call does to files: "trees", "deletions", "renames", "writes"; None where it does nothing to any."""
+    """Return what a call does to files: "trees", "deletions", "renames", "writes"; None where it does nothing to any."""
     if not isinstance(call.func, (ast.Attribute, ast.Name)):
         return None
     name = call.func.attr if isinstance(call.func, ast.Attribute) else call.func.id

@@ -75,7 +75,7 @@ class Machine:
         return self.run("bash", file, **job)
 
     def output(self) -> str:
-        """What the job wrote after it had named the file of its output."""
+        """Return what the job wrote after it had named the file of its output."""
         return "".join(file.read_text() for file in sorted(self.folder.rglob("job-17.out")))
 
     def asked(self) -> list[tuple[list[str], str]]:

@@ -55,7 +55,7 @@ def test_no_module_besides_says_that_it_is_public() -> None:
 
 
 def installed() -> dict[str, object]:
-    """What setup.py hands to setuptools."""
+    """Return what setup.py hands to setuptools."""
     with mock.patch("setuptools.setup") as setup:
         runpy.run_path(str(ROOT / "setup.py"))
     return setup.call_args.kwargs

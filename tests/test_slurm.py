@@ -71,7 +71,7 @@ class Cluster:
         return (self.folder / folder / f"job-{job}.out").read_text()
 
     def told(self, folder: str, job: str) -> str:
-        """What the job, Slurm and its daemons have said: Slurm may write to the script's own output, or to that of the run."""
+        """Output of the job, Slurm and its daemons: Slurm may write to the script's own output, or to that of the run."""
         outputs = "".join(file.read_text() for file in self.folder.glob(f"slurm-{job}.out"))
         return f"{outputs}\n{self.output(folder, job)}\n{self.slurm.facts(job)}\n{self.slurm.logs()}"
 

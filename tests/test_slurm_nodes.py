@@ -38,7 +38,7 @@ def slurm(request: pytest.FixtureRequest) -> Iterator[local_slurm.LocalSlurm]:
 
 
 def on_all_nodes(slurm: local_slurm.LocalSlurm, cwd: Path, *words: str) -> str:
-    """What `summa3d WORDS…` prints on two ranks of each node."""
+    """Return what `summa3d WORDS…` prints on two ranks of each node."""
     path = f"{Path(sys.executable).parent}:{slurm.environment['PATH']}"
     variables = {"PATH": path, "PYTHONPATH": str(ROOT), "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1", **ADDRESSES}
     ranks = ("srun", "--mpi=pmi2", f"-N{len(slurm.nodes)}", "--ntasks-per-node=2")

@@ -100,6 +100,20 @@ def test_every_module_opens_by_saying_what_it_is() -> None:
     assert [module for module, text in docstrings.items() if not text] == []
 
 
+def questions(tree: ast.Module) -> Iterator[str]:
+    """Yield the functions whose docstring begins as a question does, not with what they do or return."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first, *_ = (ast.get_docstring(node) or ".").split()
+            if first.strip(",.:;") in ("What", "Whether", "How", "Who", "Which", "Why"):
+                yield node.name
+
+
+def test_docstrings_of_functions_begin_with_a_verb_or_a_noun() -> None:
+    found = {module: [*questions(ast.parse(file.read_text(encoding="utf-8")))] for module, file in sources().items()}
+    assert {module: names for module, names in found.items() if names} == {}
+
+
 def names_in(tree: ast.Module) -> Iterator[str]:
     """Every identifier that a module defines, assigns or reads: names, attributes, arguments, keywords, imports."""
     for node in ast.walk(tree):
@@ -191,7 +205,7 @@ def public_names(name: str, classes: dict[str, ast.ClassDef]) -> tuple[set[str],
 
 
 def is_record(node: ast.ClassDef) -> bool:
-    """Whether its fields are data alone: a frozen dataclass, which may be a file's keys, or a named tuple."""
+    """Return whether its fields are data alone: a frozen dataclass, which may be a file's keys, or a named tuple."""
     frozen = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
     return frozen or any(ast.unparse(base) == "NamedTuple" for base in node.bases)
 

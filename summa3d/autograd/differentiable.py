@@ -115,14 +115,14 @@ class Product(ABC):
         self.executor.check(a, b)
 
     def items_of_rows(self) -> int:
-        """How many items this rank's rows of C are, where the plan splits rows into items, which may be empty."""
+        """Number of items in this rank's rows of C, where the plan splits rows into items, which may be empty."""
         assert isinstance(self.plan, ProductPlan), "a plan of any layouts has matrices"
         (axes, *_), grid = self.plan.c_layout.dims, self.executor.grid
         grains = self.plan.grains_of("m")
         return Layout(axes[1:]).local_shape((-grains[1],), grid.shape, grid.coordinates)[0]
 
     def is_torchs(self, a: Tensor, b: Tensor) -> bool:
-        """Whether torch's own linear layer is this product: on one rank, on the host, multiplied by torch, in no trace.
+        """Return whether torch's own linear layer is this product: on one rank, on the host, multiplied by torch, in no trace.
 
         Its graph is torch's, whose backward calls no Python.
         """
@@ -133,7 +133,7 @@ class Product(ABC):
 
     @cached_property
     def is_linear(self) -> bool:
-        """Whether C is one product of whole operands, A·B or A·Bᵀ."""
+        """Return whether C is one product of whole operands, A·B or A·Bᵀ."""
         return self.executor.grid.size == 1 and self.plan.form in ("nn", "nt")
 
     @abstractmethod

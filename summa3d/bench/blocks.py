@@ -101,13 +101,13 @@ def grids_for(name: str, ranks: int, case: Case) -> list[dict[str, int]]:
 
 
 def gathers(name: str) -> bool:
-    """Whether the scheme's products all-gather operands, so that backward may gather them again or keep them."""
+    """Return whether the scheme's products all-gather operands, so that backward may gather them again or keep them."""
     kind = SCHEME_SPECS[name]
     return isinstance(kind.plan(kind.residual, "nn", 1, 1, 1), CuboidPlan)
 
 
 def fits(name: str, shape: Mapping[str, int], case: Case) -> bool:
-    """Whether the scheme can run the case on a grid of this shape, with like parts on all ranks."""
+    """Return whether the scheme can run the case on a grid of this shape, with like parts on all ranks."""
     try:
         layouts = Scheme.of(name, shape)
         layouts.check(case.config, case.batch)

@@ -163,7 +163,7 @@ class Calibration:
 
     @cached_property
     def pools(self) -> tuple[Array, Array]:
-        """What arithmetic reads, ones, and what it writes."""
+        """Buffers that arithmetic reads, of ones, and writes."""
         size = min(TOUCHED, self.largest) // 4
         return self.array((size,)), self.array((size,))
 

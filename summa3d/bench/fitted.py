@@ -246,7 +246,7 @@ def as_result(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> dic
 
 
 def as_table(measured: Measured, found: Fit) -> Table:
-    """How well the numbers explain the times, by what was measured."""
+    """A table of how well the numbers explain the times, by kind of measurement."""
     groups = found.groups()
     columns = [
         Column("", list(groups), left=True),

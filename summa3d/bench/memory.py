@@ -101,7 +101,7 @@ def _allocates(event: Any) -> bool:
 
 
 def _is_scratch(event: Any) -> bool:
-    """Whether a product allocates this memory and releases it before it ends."""
+    """Return whether a product allocates this memory and releases it before it ends."""
     if event.parent is None or event.parent.name not in PRODUCTS:
         return False
     same = [one for one in event.parent.children if _allocates(one) and one.extra_fields.ptr == event.extra_fields.ptr]

@@ -51,7 +51,7 @@ def write(result: Mapping[str, Any], paths: Sequence[Path]) -> None:
 
 
 def timed(rows: Sequence[ResultRow], ratios: Iterable[Spread | None] = ()) -> str:
-    """What marks and whiskers are."""
+    """Caption for marks and whiskers."""
     kinds = named(ratios)
     return f"{rounds(rows)}, whiskers from the fastest to the slowest" + (f", of ratios their {kinds}" if kinds else "")
 
@@ -144,7 +144,7 @@ def scaling(figure: Any, result: Mapping[str, Any]) -> None:
 
 
 def forecast(prediction: Mapping[str, Any] | None) -> str | None:
-    """What dotted lines are: times predicted for a cluster, with its band; None without predictions."""
+    """Caption for dotted lines, which are times predicted for a cluster, with its band; None without predictions."""
     return None if prediction is None else f"dotted: predicted for {prediction['cluster']} ±{prediction['band']:g} %"
 
 

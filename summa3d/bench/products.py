@@ -186,7 +186,7 @@ class ProductRunner:
             return self.clock.spans(self.run)[0]
 
     def moved(self) -> dict[str, Any]:
-        """What one product moves and takes, the largest over ranks; all ranks' cores; both by the closed form; and `split`.
+        """Words and seconds of one product, the largest over ranks; all ranks' cores; both by the closed form; and `split`.
 
         Collective over the entry's ranks; {} on ranks outside its grid.
         """

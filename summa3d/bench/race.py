@@ -60,7 +60,7 @@ def show(ledger: Ledger, act: Callable[[], Any], whole: Trace, ranges: Ranges | 
 
 
 def split(ledger: Ledger, act: Callable[[], Any], comm: MPI.Intracomm) -> dict[str, float]:
-    """Where the wall seconds of one more run go, as means over the ranks: arithmetic, the calls and waits of each axis, the rest.
+    """Split the wall seconds of one more run, as means over the ranks: arithmetic, the calls and waits of each axis, the rest.
 
     Collective. On a device the arithmetic is what the host spends on it, and the rest holds the device's.
     """

@@ -64,17 +64,17 @@ def in_ranks(count: int) -> str:
 
 
 def on_host(row: ResultRow) -> bool:
-    """Whether a product's operands lie on the host."""
+    """Return whether a product's operands lie on the host."""
     return bool(row.get("device", "cpu") == "cpu")
 
 
 def is_serial(row: ResultRow) -> bool:
-    """Whether a row is the product on one rank, one call of the BLAS whatever the algorithm; options may divide that call."""
+    """True if a row is the product on one rank, one call of the BLAS whatever the algorithm; options may divide that call."""
     return row["ranks"] == 1 and not row["options"]
 
 
 def place(row: ResultRow) -> str:
-    """What ran in a row: "serial", or algorithm, grid and options."""
+    """Name of what ran in a row: "serial", or algorithm, grid and options."""
     return SERIAL if is_serial(row) else str(row["label"])
 
 
@@ -121,12 +121,12 @@ def _joined(group: Sequence[ResultRow]) -> ResultRow:
 
 
 def same_problem(row: ResultRow, other: ResultRow) -> bool:
-    """Whether two rows have the same sizes, form, dtype and device."""
+    """Return whether two rows have the same sizes, form, dtype and device."""
     return all(row[name] == other[name] for name in PROBLEM)
 
 
 def same_family(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two results of products are of one kind and problem: their rows may be one table.
+    """Return whether two results of products are of one kind and problem: their rows may be one table.
 
     Weak scaling is of one problem where sizes ÷ the cube root of the ranks are equal, but for rounding. Products side by side
     must be on as many ranks.

@@ -76,7 +76,7 @@ def _error_of_log_median(seconds: Sequence[float]) -> float:
 
 
 def named(spreads: Iterable[Spread | None]) -> str | None:
-    """What the ends of some ratios are: intervals, ranges, or some of each; None of no ratio."""
+    """Name of the ends of some ratios: intervals, ranges, or some of each; None of no ratio."""
     kinds = {spread.is_range for spread in spreads if spread is not None}
     if not kinds:
         return None

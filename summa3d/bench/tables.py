@@ -111,7 +111,7 @@ def on_device(row: ResultRow) -> str:
 
 
 def rounds(rows: Iterable[ResultRow]) -> str:
-    """What the times are: medians of so many rounds."""
+    """Describe the times: medians of so many rounds."""
     return f"medians of {span([len(row['seconds']['all']) for row in rows], 'round')}"
 
 
@@ -220,13 +220,13 @@ def scaling_title(result: Mapping[str, Any]) -> str:
 
 
 def baselines(found: Sequence[Series]) -> str:
-    """What speed-up and efficiency are relative to."""
+    """Names of what speed-up and efficiency are relative to."""
     names = {series.baseline_name for series in found}
     return f"speed-up and efficiency over {names.pop() if len(names) == 1 else 'the fewest ranks of each series'}"
 
 
 def shares_cores(row: ResultRow) -> bool:
-    """Whether the threads of a row's ranks outnumber the cores that these ranks may use."""
+    """Return whether the threads of a row's ranks outnumber the cores that these ranks may use."""
     return on_host(row) and row["ranks"] * row["threads"] > row["cores"]
 
 

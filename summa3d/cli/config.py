@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_shown(key: ConfigKey) -> bool:
-    """Whether a user may set the key to something."""
+    """Return whether a user may set the key to something."""
     return key.name not in configuration.HIDDEN
 
 

@@ -87,7 +87,7 @@ def examine() -> dict[str, object]:
 
 
 def _slurm(runtime: Runtime | None, warnings: list[str]) -> dict[str, str]:
-    """How srun starts ranks, in a Slurm job."""
+    """Report how srun starts ranks, in a Slurm job."""
     if slurm.JOB_VARIABLE not in os.environ:
         return {}
     kind = slurm.default_type()
@@ -125,7 +125,7 @@ def _products(warnings: list[str]) -> str | None:
 
 
 def _tensors() -> str | None:
-    """What multiplies torch's host tensors, and why."""
+    """Report what multiplies torch's host tensors, and why."""
     if _package_version("torch") is None:
         return None
     try:
@@ -185,7 +185,7 @@ def _chosen(facts: Any, wanted: str) -> str:
 
 
 def _nccl() -> str | None:
-    """Why NCCL cannot be used; None where it can. A child process asks, because CuPy loads CUDA."""
+    """Reason why NCCL cannot be used; None where it can. A child process asks, because CuPy loads CUDA."""
     done = subprocess.run(
         [sys.executable, *interpreter.program("from cupy.cuda import nccl; print(nccl.available)")],
         capture_output=True,

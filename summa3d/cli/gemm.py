@@ -286,7 +286,7 @@ def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:
 
 
 def decided(args: argparse.Namespace, comm: Any, machine: Any) -> tuple[ProductEntry, str]:
-    """What is run, and, where the library has chosen what the command line leaves open for `machine`, its reasons.
+    """The run, and, where the library has chosen what the command line leaves open for `machine`, its reasons.
 
     Raises ConfigError for an axis or an option that the algorithm does not have.
     """

@@ -196,7 +196,7 @@ def _leave_last(status: int) -> int:
 
 
 def without_mpi(name: str, arguments: Sequence[str]) -> bool:
-    """Whether a command runs on no ranks: of sweeps, all but `run` where a launcher has started it; of products, plans alone."""
+    """True if a command runs on no ranks: of sweeps, all but `run` where a launcher has started it; of products, plans alone."""
     if name == "gemm":
         return "--dry" in arguments and launched_as() is None
     return name in WITHOUT_MPI or (name == "sweep" and (arguments[:1] != ["run"] or launched_as() is None))
@@ -268,7 +268,7 @@ def parser_of(name: str) -> Parser:
 
 
 def _lacks_mpi(error: Exception) -> bool:
-    """Whether the error says that mpi4py finds no MPI library, or cannot load what was built for one."""
+    """Return whether the error says that mpi4py finds no MPI library, or cannot load what was built for one."""
     return getattr(error, "name", None) == "mpi4py.MPI" or str(error).startswith("cannot load MPI library")
 
 
@@ -277,7 +277,7 @@ def _no_library(error: Exception) -> LaunchError:
 
 
 def _out_of_memory(error: Exception) -> bool:
-    """Whether the error says that an allocation of numpy, CuPy or torch failed; each library raises its own type."""
+    """Return whether the error says that an allocation of numpy, CuPy or torch failed; each library raises its own type."""
     named = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return named or any(sign in str(error) for sign in NO_MEMORY)
 
@@ -304,7 +304,7 @@ def _without_command(name: str) -> int:
 
 
 def unknown_command(name: str) -> str:
-    """What is said of a word that is no command: the nearest command.
+    """Message for a word that is no command: the nearest command.
 
     >>> unknown_command("trian")
     "there is no command 'trian'; did you mean 'train'?"

@@ -445,7 +445,7 @@ def weights_time(args: argparse.Namespace) -> float:
 
 
 def of_ranks(drawn: ScheduleTimeline) -> Iterator[dict[str, Any]]:
-    """What each rank holds, waits for, keeps and exchanges."""
+    """A table of what each rank holds, waits for, keeps and exchanges."""
     schedule = drawn.schedule
     for rank in range(schedule.p):
         program = list(messages_of(schedule, rank))

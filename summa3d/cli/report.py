@@ -76,7 +76,7 @@ def show(files: Sequence[Path], args: argparse.Namespace, merged: bool = False) 
 
 
 def has_points(file: Path) -> bool:
-    """Whether this is a folder with points of a sweep, or a file whose first line is one."""
+    """Return whether this is a folder with points of a sweep, or a file whose first line is one."""
     if file.is_dir():
         return any(file.rglob(POINTS))
     if not file.is_file():

@@ -162,7 +162,7 @@ def _set(args: argparse.Namespace) -> list[str]:
 
 
 def _starter(args: argparse.Namespace, sweep: Sweep, directory: Path) -> Callable[[int, Sequence[str]], int]:
-    """What starts ranks for the points of one rank count, with the sweep's threads; says how many these are."""
+    """The function that starts ranks for the points of one rank count, with the sweep's threads; says how many these are."""
     from ..launcher.runtime import MPIEXEC_VARIABLE, THREAD_VARIABLES, threads_are_free, usable_cores
     from ..sweep.file import EQUAL
     from .launch import mpi_command

@@ -165,7 +165,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run has begun in a folder, or been imported into it."""
+    """Return whether a run has begun in a folder, or been imported into it."""
     return (folder / "config.toml").is_file() or any((folder / "checkpoints").glob("step-*"))
 
 
@@ -199,7 +199,7 @@ def check_folder(folder: Path, used: bool) -> None:
 
 
 def _continues(args: argparse.Namespace, folder: Path) -> bool:
-    """Whether a run in the folder is to be continued, or started where there is none; the same on every rank. Collective.
+    """Return whether a run in the folder is to be continued, or started where there is none; the same on every rank. Collective.
 
     Raises ConfigError where --resume finds no run, and where --start-or-resume finds neither a run nor a configuration.
     """
@@ -358,7 +358,7 @@ def _check_ranks(config: Config, ranks: int, resumes: bool) -> None:
 
 
 def _line_for(config: Config, ranks: int) -> str:
-    """What to type for a grid of so many ranks, of which the replicas and stages stay: that of the fewest words."""
+    """The command line for a grid of so many ranks, of which the replicas and stages stay: that of the fewest words."""
     from ..comm.topology import OUTER
     from ..nn.choose import choose
 
@@ -498,7 +498,7 @@ def report(summary: dict[str, Any], prediction: str = "") -> str:
 
 
 def for_a_core(summary: Mapping[str, Any]) -> str:
-    """What waiting means where ranks outnumber the cores; empty elsewhere."""
+    """A note on what waiting means where ranks outnumber the cores; empty elsewhere."""
     ranks, cores = summary["ranks"], summary["cores"]
     return f", for a core too: {ranks} ranks share {cores}" if summary["waited_seconds"] is not None and ranks > cores else ""
 

@@ -201,7 +201,7 @@ class Axis(OfThisProcess):
             return self.transports.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether an all-gather of arrays of this dtype can return a view of the node buffer."""
+        """Return whether an all-gather of arrays of this dtype can return a view of the node buffer."""
         return self.transports.offers_views(array)
 
     @property

@@ -62,7 +62,7 @@ class AxisLock:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a call of this member was broken off: messages may be left that nobody receives."""
+        """Return whether a call of this member was broken off: messages may be left that nobody receives."""
         return bool(self._refusal)
 
     def _refuse(self) -> NoReturn:

@@ -39,7 +39,7 @@ class Link(NamedTuple):
 
     @property
     def turn(self) -> tuple[int, ...]:
-        """When it is opened: even edges, odd edges, then the one that closes the circle; each edge's links one after another."""
+        """Turn to open it: even edges, odd edges, then the one that closes the circle; each edge's links one after another."""
         low, high = sorted(self[1:])
         return (low % 2 if high == low + 1 else 2, low, high, KINDS.index(self.kind), self.source)
 
@@ -286,7 +286,7 @@ def _is_done(pending: Pending) -> bool:
 
 
 def _header(array: Array, stage: int, kind: str, micro: int) -> bytes:
-    """What a message is: the same text on both sides."""
+    """Description of a message: the same text on both sides."""
     shape = "×".join(map(str, array.shape))
     text = f"{kind} of micro-batch {micro} for stage {stage}, {shape} {dtype_name(array)}".encode()
     return text[:TEXT].ljust(TEXT, b"\0")

@@ -302,7 +302,7 @@ class Routes:
         return self._kept(key, Route(name, is_on_device(array), count(array) * arriving, arriving, root=peer, tag=tag))
 
     def _known(self, name: str, array: Array, into: Array | None, *rest: Hashable) -> tuple[Hashable, Route | None]:
-        """What calls like this one have in common, and their route; None where this one must be checked itself.
+        """Key that calls like this one share, and their route; None where this one must be checked itself.
 
         Raises ShapeError for what is no array, and for arguments of types that no call takes.
         """

@@ -66,7 +66,7 @@ class Collective:
         return self.route
 
     def _takes(self, into: Array, array: Array) -> bool:
-        """Whether the result may go into this array; where it may not, the full check says why."""
+        """Return whether the result may go into this array; where it may not, the full check says why."""
         if not self._may_go:
             name = self.route.operation
             self.calls.checks.refuse(name, array, {"shape": self._shape}, f"{name} over {self.calls.label} takes no into.")

@@ -58,12 +58,12 @@ class Communicators:
 
     @property
     def is_made(self) -> bool:
-        """Whether there is a communicator of the grid's ranks already."""
+        """Return whether there is a communicator of the grid's ranks already."""
         return "first" in vars(self)
 
     @property
     def is_empty(self) -> bool:
-        """Whether the grid has no processes: each of its communicators is the null one."""
+        """Return whether the grid has no processes: each of its communicators is the null one."""
         return self._make is MPI.Intracomm
 
     @property

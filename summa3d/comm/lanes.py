@@ -76,7 +76,7 @@ class Lanes:
         return cls(Flags(memory, members.label, size, members.rule.crowded), memory, inside, members.index)
 
     def take(self, tag: int) -> bool:
-        """Whether messages of this tag go along a lane of this member."""
+        """Return whether messages of this tag go along a lane of this member."""
         return tag in self.senders or tag in self.receivers
 
     def carry(self, members: Members, route: Route, array: Array, into: Array | None, blocking: bool) -> Carried:
@@ -218,7 +218,7 @@ class Leaving:
 
     @property
     def done(self) -> bool:
-        """Whether the array may be overwritten; never waits."""
+        """Return whether the array may be overwritten; never waits."""
         if not self.sent:
             self.lane.advance()
         return self.sent and are_done(self.requests)
@@ -293,7 +293,7 @@ class Coming:
 
     @property
     def done(self) -> bool:
-        """Whether it was sent, or comes no more; never waits."""
+        """Return whether it was sent, or comes no more; never waits."""
         return self.lane.entries.closed or self.lane.entries.count_sent >= self.number
 
     def begin(self) -> None:

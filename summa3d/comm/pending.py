@@ -56,7 +56,7 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether what is sent may be overwritten, and MPI or the device has finished; never waits.
+        """Return whether what is sent may be overwritten, and MPI or the device has finished; never waits.
 
         In a node's memory that is so at once: what is sent was copied, and `wait` may still wait for the other members.
         """
@@ -115,7 +115,7 @@ class Reported(Pending):
 
     @property
     def on_device(self) -> bool:
-        """Whether a stream waits for it, and not the host."""
+        """Return whether a stream waits for it, and not the host."""
         return self._device is not None
 
     def _on_host(self, seconds: float) -> float:

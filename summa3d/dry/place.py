@@ -64,7 +64,7 @@ class DryTransport(HostTransport):
         return [Awaited()]
 
     def sums_parts(self, array: Array) -> bool:
-        """Whether reduce-scatters need no workspace for the parts: NCCL sums all but 16-bit floats."""
+        """Return whether reduce-scatters need no workspace for the parts: NCCL sums all but 16-bit floats."""
         return self.on_device and not is_half(array)
 
 
@@ -147,7 +147,7 @@ class DryTransports(Transports):
         return self._allocated
 
     def offers_views(self, array: Array) -> bool:
-        """Whether the members share a node's memory, and it holds arrays of this dtype."""
+        """Return whether the members share a node's memory, and it holds arrays of this dtype."""
         return self.in_node and staged_dtype(array)
 
     @property

@@ -80,7 +80,7 @@ def _classes(setting: Setting, training: Training) -> dict[tuple[int, object, ob
 
 
 def even(setting: Setting) -> bool:
-    """Whether the blocks of all activations and parameters have the same shapes on all ranks: larger parts come first."""
+    """Return whether the blocks of all activations and parameters have the same shapes on all ranks: larger parts come first."""
     topology = setting.topology
     ends = [topology.coordinates_of(rank) for rank in (0, topology.size - 1)]
     shapes = ([layout.local_shape(whole, topology.shape, at) for at in ends] for layout, whole in _tensors(setting))

@@ -24,7 +24,7 @@ def result_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Te
 
 
 def _plain(value: Any) -> bool:
-    """Whether it is a tensor without memory that is contiguous, or of one dim, so that what is made of it is."""
+    """Return whether it is a tensor without memory that is contiguous, or of one dim, so that what is made of it is."""
     return isinstance(value, Tensor) and value.is_meta and (value.dim() < 2 or value.is_contiguous())
 
 
@@ -33,7 +33,7 @@ def _empty(shape: Any, dtype: torch.dtype) -> Tensor:
 
 
 def _stays(kwargs: Mapping[str, Any]) -> bool:
-    """Whether options leave a tensor where it is, as it is laid out."""
+    """Return whether options leave a tensor where it is, as it is laid out."""
     device = kwargs.get("device")
     return (device is None or device.type == "meta") and kwargs.get("layout") in (None, torch.strided)
 
@@ -92,7 +92,7 @@ def _product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 
 def _packs(parts: Sequence[Tensor]) -> bool:
-    """Whether tensors of one dtype and as many dims become one contiguous tensor."""
+    """Return whether tensors of one dtype and as many dims become one contiguous tensor."""
     first = parts[0]
     alike = all(one.is_meta and one.dim() == first.dim() > 0 and one.dtype == first.dtype for one in parts)
     return alike and any(suggest_memory_format(one) is torch.contiguous_format for one in parts)

@@ -92,7 +92,7 @@ class Setting:
 
     @property
     def contexts(self) -> ContextSplit:
-        """Which positions the rank holds."""
+        """Return which positions the rank holds."""
         size = self.axes.get("cp", 1)
         return ContextSplit(size, self.topology.coordinates_of(self.rank)["cp"] if size > 1 else 0, self.context)
 
@@ -114,7 +114,7 @@ class Setting:
 
     @property
     def topology(self) -> Topology:
-        """Which rank stands where on the grid, of whose axes each that the scheme needs is one."""
+        """Return which rank stands where on the grid, of whose axes each that the scheme needs is one."""
         return Topology.checked({**self.axes, **self.layouts.shape}, self.order, self.tile)
 
     @property
@@ -184,7 +184,7 @@ class DryStep:
 
     @cached_property
     def parts(self) -> list[RepeatedSegment]:
-        """What the rank does, in no order beyond that of the ops that are traced."""
+        """Work of the rank, in no order beyond that of the ops that are traced."""
         times = Counter(self.program)
         ops = [RepeatedSegment(segment, many * times[key]) for key in times for segment, many in self.traced[key].parts]
         return [*self.copies, *ops, *self.optimizer]
@@ -361,7 +361,7 @@ class Rank:
                 )
 
     def _stretches(self) -> list[TracedStage]:
-        """What is traced of each stage; makes the cells of all blocks known."""
+        """Traces to make of each stage; makes the cells of all blocks known."""
         setting, cells, found = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
@@ -380,7 +380,7 @@ class Rank:
 
     @property
     def _sums_in_backward(self) -> bool:
-        """Whether backwards sum buckets of gradients over replicas, of which some are in flight from one to the next."""
+        """Return whether backwards sum buckets of gradients over replicas, of which some are in flight from one to the next."""
         return self.setting.zero == 2 and bool(replica_axes(self.place.shape))
 
     def _alike(self) -> dict[int, int]:
@@ -391,7 +391,7 @@ class Rank:
         return {chunk: first.setdefault(kind, chunk) for chunk, kind in enumerate(kinds)}
 
     def key(self, op: ScheduleOp) -> OpKey:
-        """What is traced for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights.
+        """Key of the trace for an op. The first micro-batch makes the gradients, the last one frees 16-bit copies of weights.
 
         Where backwards sum buckets, as many as may be in flight add to those; the next one ends a sum, which makes the gradients.
         """
@@ -491,7 +491,7 @@ class Rank:
         )
 
     def _is_traced(self, op: ScheduleOp) -> bool:
-        """Whether the op is that of its key."""
+        """Return whether the op is that of its key."""
         return op.micro == ALL or (self.like[op.chunk] == op.chunk and self.key(op).micro == op.micro)
 
     def _composed(self, segments: Sequence[Segment], key: OpKey) -> list[RepeatedSegment]:
@@ -565,7 +565,7 @@ class Rank:
 
 
 def kinds_of(rank: int, stages: Stages | None) -> list[tuple[object, ...]]:
-    """What each chunk of a rank of the pipeline does: its layers, whether it is at an end, which neighbours are other ranks."""
+    """Kind of each chunk of a rank of the pipeline: its layers, whether it is at an end, which neighbours are other ranks."""
     if stages is None:
         return [()]
     homes = [None, *stages.homes, None]

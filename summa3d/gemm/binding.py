@@ -51,7 +51,7 @@ class Wanted(NamedTuple):
 
     @property
     def takes_any(self) -> bool:
-        """Whether operands in no algorithm's layouts are multiplied too."""
+        """Return whether operands in no algorithm's layouts are multiplied too."""
         return self.algorithm in (None, ANY) and not self.options
 
 
@@ -85,7 +85,7 @@ def key_of(
     objective: str,
     workspace: int | None,
 ) -> tuple[Any, ...]:
-    """What products of one binding have in common."""
+    """Key that products of one binding share."""
     left, right = a.block, b.block
     kinds = left.dtype, place_of(left), right.dtype, place_of(right)
     own = a.layout, a.shape, a.is_transposed, b.layout, b.shape, b.is_transposed
@@ -172,7 +172,7 @@ def _any_binding(a: Distributed, b: Distributed, wanted: Wanted, target: Ownersh
 
 
 def agreed_product(name: str, plan: AnyPlan, facts: dict[str, Any], grids: Sequence[BaseGrid]) -> AnyProduct | None:
-    """What executes a plan, once its ranks agree on it and the facts of the call `name`; None on a rank outside its one grid."""
+    """Executor of a plan, once its ranks agree on it and the facts of the call `name`; None on a rank outside its one grid."""
     grid = grids[0]
     if not grid.inside and len(grids) == 1:
         return None
@@ -183,13 +183,13 @@ def agreed_product(name: str, plan: AnyPlan, facts: dict[str, Any], grids: Seque
 def facts_of(
     a: Distributed, b: Distributed, wanted: Wanted, target: Ownership | None, grids: Sequence[BaseGrid]
 ) -> dict[str, Any]:
-    """What the ranks compare of a product."""
+    """Facts of a product that the ranks compare."""
     asked = {"form": wanted.form, "algorithm": wanted.algorithm, "options": str(wanted.options)}
     goal = {"out_layout": None if target is None else str(target), "objective": wanted.objective, "workspace": wanted.workspace}
     return {"a": operand_text(a), "b": operand_text(b), **asked, **goal, "grids": len(grids)}
 
 
 def operand_text(tensor: Distributed) -> str:
-    """What all ranks know alike of an operand."""
+    """Description of an operand that is equal on all ranks."""
     size = "×".join(map(str, tensor.shape))
     return f"{size} {dtype_name(tensor.block)} in {tensor.layout}{', transposed' if tensor.is_transposed else ''}"

@@ -38,7 +38,7 @@ class SymmetricBinding(NamedTuple):
 
 
 def one_matrix(a: Any, b: Any, form: str) -> OneMatrix | None:
-    """What a product is of one matrix, where both operands show one and it is symmetric or Hermitian; else None."""
+    """The one matrix of a product, where both operands show the same and it is symmetric or Hermitian; else None."""
     if not (isinstance(a, Distributed) and isinstance(b, Distributed)):
         return None
     first, second = a.shown, b.shown
@@ -65,7 +65,7 @@ class Lying(NamedTuple):
 
 
 def general_layout(a: Any, b: Any, grid: BaseGrid, form: str) -> Ownership | None:
-    """Where C lies by the algorithm that has the operands' layouts; None where there is none."""
+    """Return where C lies by the algorithm that has the operands' layouts; None where there is none."""
     found = matching(a, b, grid.shape, form, None, {})
     return None if found is None else found[0].c_layout
 
@@ -138,7 +138,7 @@ def product_of_one(
 
 
 def _fits(out: Any, one: OneMatrix) -> bool:
-    """Whether C may be written to `out`, as far as all ranks know alike."""
+    """Return whether C may be written to `out`, as far as all ranks know alike."""
     n = one.matrix.shape[1 if one.form[0] != "n" else 0]
     if not isinstance(out, Distributed) or out.grid is not one.matrix.grid or tuple(out.shape) != (n, n):
         return False

@@ -131,7 +131,7 @@ def _no_plan(
     names: list[str],
     options: Mapping[str, Any],
 ) -> str:
-    """Which layouts there would be a plan for. Raises the plan's own ShapeError where an option has a value that none takes."""
+    """Layouts that there would be a plan for. Raises the plan's own ShapeError where an option has a value that none takes."""
     wanted, others = ALGORITHMS[names[0]], ", ".join(names[1:])
     lacking = [axis for axis in wanted.axes if axis not in grid_names][: max(0, len(wanted.axes) - len(grid_names))]
     expected = wanted.plan(form, *extents, **dict(zip(wanted.axes, [*grid_names, *lacking], strict=False)), **options)

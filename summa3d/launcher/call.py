@@ -116,7 +116,7 @@ def _copy(source: IO[str], target: IO[str]) -> None:
 
 
 def _results(folder: Path, ranks: int, status: int, pickler: ModuleType) -> list[Any]:
-    """What each rank has returned. Raises LaunchError, with the first traceback, where one has not."""
+    """Results of all ranks. Raises LaunchError, with the first traceback, where one has not."""
     failures = sorted(folder.glob(FAILURE.format("*")), key=lambda file: file.stat().st_mtime_ns)
     if failures:
         rank, text = failures[0].name.rpartition("-")[2], failures[0].read_text(encoding="utf-8")

@@ -80,7 +80,7 @@ def network_of(text: str) -> EmulatedNodes:
 
 
 def why_not(vendor: str = "mpich") -> str | None:
-    """Why no ranks can be started on emulated nodes here by a launcher of this vendor; None where they can."""
+    """Return why no ranks can be started on emulated nodes here by a launcher of this vendor; None where they can."""
     if not sys.platform.startswith("linux"):
         return f"they are namespaces of Linux, and this is {sys.platform}"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
@@ -166,13 +166,13 @@ class Emulated:
             raise LaunchError(f"nodes cannot be emulated: {program}: {said[0] if said else done.returncode}{kernel}")
 
     def in_node(self, place: int) -> list[str]:
-        """What the command line of a program begins with that runs on a node, counted from 0, on the node's cores."""
+        """Beginning of the command line of a program that runs on a node, counted from 0, on the node's cores."""
         cores = ",".join(map(str, cores_of(place, self.network.nodes)))
         spaces = ("--mount", "--uts", "--ipc", "--net", "--pid")
         return ["taskset", "--cpu-list", cores, "nsenter", f"--target={self._nodes[place]}", *spaces, "--"]
 
     def in_switch(self) -> list[str]:
-        """What the command line of a program begins with that is to reach all nodes."""
+        """Beginning of the command line of a program that is to reach all nodes."""
         return ["nsenter", f"--target={self._switch}", "--net", "--"]
 
     def command(self, launcher: Sequence[str], ranks: int, program: Sequence[str]) -> list[str]:
@@ -209,7 +209,7 @@ def cores_of(place: int, nodes: int) -> list[int]:
 
 
 def _path(environ: Mapping[str, str] = os.environ) -> str:
-    """Where programs are, those of root too."""
+    """Return where programs are, those of root too."""
     return f"{environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 

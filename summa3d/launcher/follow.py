@@ -64,7 +64,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
 
 
 def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: Path) -> Iterator[str]:
-    """What is said of a job that has failed: what ended it, where nothing has said so, and the table of `told`.
+    """Message for a job that has failed: what ended it, where nothing has said so, and the table of `told`.
 
     killed : whether this process has ended it, and said why
     """
@@ -160,7 +160,7 @@ class Alone:
 
 
 def _is_hopeless(flights: Sequence[flight.Flight]) -> bool:
-    """Whether some rank waits in a collective of ranks of which one has ended."""
+    """Return whether some rank waits in a collective of ranks of which one has ended."""
     ended = {one.rank for one in flights if one.ended}
     for one in flights:
         if one.waits is not None and not one.waits.what.startswith(flight.MESSAGES):

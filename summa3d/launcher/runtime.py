@@ -227,7 +227,7 @@ def on_all_cores() -> Iterator[None]:
 
 
 def threads_are_free(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the user has left the number of BLAS threads to summa3d, which may have set it already."""
+    """Return whether the user has left the number of BLAS threads to summa3d, which may have set it already."""
     found = {environ.get(name) for name in THREAD_VARIABLES}
     return found == {None} or found == {environ.get(SHARE_VARIABLE)}
 

@@ -14,18 +14,18 @@ STARTING = {"mpich": ("pmi2", "pmix", "cray_shasta"), "intel": ("pmi2", "pmix"),
 
 
 def offered_types() -> list[str]:
-    """What `srun --mpi=list` names; nothing where srun does not answer."""
+    """Types that `srun --mpi=list` names; nothing where srun does not answer."""
     return sorted(set(re.findall(r"^(?:srun:|\s)\s*(\w+)\s*$", _answer("srun", "--mpi=list"), re.MULTILINE)))
 
 
 def default_type(environ: Mapping[str, str] = os.environ) -> str:
-    """How srun starts ranks without --mpi: SLURM_MPI_TYPE, else MpiDefault of the cluster, else "unknown"."""
+    """Type by which srun starts ranks without --mpi: SLURM_MPI_TYPE, else MpiDefault of the cluster, else "unknown"."""
     found = re.search(r"^MpiDefault\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE)
     return environ.get(TYPE_VARIABLE) or (found.group(1) if found else "unknown")
 
 
 def starts(vendor: str, kind: str) -> bool:
-    """Whether srun --mpi=`kind` may start ranks of the MPI library of `vendor` as one job.
+    """Return whether srun --mpi=`kind` may start ranks of the MPI library of `vendor` as one job.
 
     >>> starts("openmpi", "pmix_v4"), starts("openmpi", "pmi2"), starts("mpich", "none")
     (True, False, False)

@@ -14,7 +14,7 @@ Runs = tuple[slice, ...]
 
 
 def numroc(n: int, block: int, index: int, processes: int) -> int:
-    """How many of n rows, dealt out in blocks, go to process `index` (ScaLAPACK's NUMROC with source 0).
+    """Number of n rows, dealt out in blocks, that go to process `index` (ScaLAPACK's NUMROC with source 0).
 
     >>> [numroc(10, 4, index, 2) for index in range(2)]
     [6, 4]

@@ -214,7 +214,7 @@ class Layout:
         return coordinates[follows[axis]] if axis in follows else dict(self.at).get(axis, (0,))[0]
 
     def holds_block(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block: it is on the grid, and at an index that holds it on every root-only axis."""
+        """Return whether the rank holds a block: it is on the grid, and at an index that holds it on every root-only axis."""
         if not self.root_only or not coordinates:
             return bool(coordinates)
         at = dict(self.at)
@@ -325,7 +325,7 @@ def _indices_of(axis: str, given: Sequence[int]) -> tuple[int, ...]:
 
 
 def _checked_grains(grains: Sequence[Sequence[int]], dims: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """What the axes of each dim keep whole, without ones at the end, none where that is all. Raises LayoutError for others."""
+    """Indices that each dim's axes keep together, without ones at the end, none where that is all. Raises LayoutError."""
     if len(grains) != len(dims):
         raise LayoutError(f"grains {grains} of a layout of {len(dims)} dims: they have as many, () where each element counts.")
     kept = []

@@ -116,7 +116,7 @@ class Redistribution:
         return wanted - self._common(self.source.keys[rank], rank)
 
     def moves(self) -> bool:
-        """Whether any rank receives elements."""
+        """Return whether any rank receives elements."""
         return any(self.words_of(rank) for rank in range(len(self.target.points)))
 
     def messages_of(self, rank: int) -> int:
@@ -188,7 +188,7 @@ class Redistribution:
 
 
 def common_runs(given: Runs, taken: Runs) -> tuple[Runs, Runs]:
-    """Where the indices in both lists of ascending ranges lie in the storage of each: two lists of ranges of equal total."""
+    """Places of the indices in both lists of ascending ranges in the storage of each: two lists of ranges of equal total."""
     in_given: list[slice] = []
     in_taken: list[slice] = []
     i = j = given_start = taken_start = 0
@@ -268,7 +268,7 @@ def redistribute(
 
 
 def problem_of(block: Array, shape: Sequence[int], order: str) -> str | None:
-    """Why these are no array, no shape, or no memory order; None if they are."""
+    """Return why these are no array, no shape, or no memory order; None if they are."""
     problem = array_problem(block, has_memory=False)
     if problem is None and not (isinstance(shape, Sequence) and all(hasattr(size, "__index__") and size >= 0 for size in shape)):
         problem = f"a shape is whole numbers of at least 0; it is {shape!r}"

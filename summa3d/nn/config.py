@@ -157,7 +157,7 @@ class MixtureConfig:
 
     @property
     def scored_by(self) -> str:
-        """What makes a router's logits scores: one of SCORES."""
+        """Function that makes a router's logits scores: one of SCORES."""
         return self.scores or SCORES[0]
 
     @property
@@ -313,12 +313,12 @@ class ModelConfig:
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether q, k and v have biases."""
+        """Return whether q, k and v have biases."""
         return self.architecture.biases or (self.architecture.qkv_bias if self.qkv_bias is None else self.qkv_bias)
 
     @property
     def plain_qkv(self) -> bool:
-        """Whether q, k and v have no biases."""
+        """Return whether q, k and v have no biases."""
         return not self.has_qkv_bias
 
     @property
@@ -328,7 +328,7 @@ class ModelConfig:
 
     @property
     def grouped(self) -> bool:
-        """Whether k and v have a weight of their own, as they may have fewer heads than q."""
+        """Return whether k and v have a weight of their own, as they may have fewer heads than q."""
         return "rotary_base" in self.architecture.options or self.num_kv_heads != self.heads
 
     @property
@@ -367,7 +367,7 @@ class ModelConfig:
 
     @property
     def tied(self) -> bool:
-        """Whether the head shares the embedding's table."""
+        """Return whether the head shares the embedding's table."""
         return bool(self.tied_head) or "tied_head" not in self.architecture.options
 
     @property
@@ -389,7 +389,7 @@ class ModelConfig:
 
     @property
     def renormalised(self) -> bool:
-        """Whether the weights of a token's experts are divided by their sum."""
+        """Return whether the weights of a token's experts are divided by their sum."""
         return self.architecture.renormalise if self.moe.renormalise is None else self.moe.renormalise
 
     @property

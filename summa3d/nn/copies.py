@@ -39,7 +39,7 @@ def check_copies(module: nn.Module) -> None:
 
 
 def compare(named: Sequence[Named], grid: BaseGrid, operation: str) -> None:
-    """What `check_copies` does, of these blocks on the grid of the whole job."""
+    """Do the work of `check_copies` for these blocks on the grid of the whole job."""
     agree_on_call(grid, operation, {"parameters": tuple(one.name for one in named)})
     firsts = [first_holders(one.sharding, grid) for one in named]
     several = [len(set(first.tolist()) - {-1}) < np.count_nonzero(first >= 0) for first in firsts]
@@ -61,7 +61,7 @@ def compare(named: Sequence[Named], grid: BaseGrid, operation: str) -> None:
 
 
 def _differ(hashes: np.ndarray, first: np.ndarray) -> bool:
-    """Whether some rank's hash is not that of the first rank that holds the same block."""
+    """Return whether some rank's hash is not that of the first rank that holds the same block."""
     return bool(np.any((first >= 0) & (hashes != hashes[first])))
 
 

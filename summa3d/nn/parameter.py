@@ -48,7 +48,7 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __getstate__(self) -> dict[str, object]:
-        """What pickle keeps besides the values: no grid, whose communicators belong to this job."""
+        """State that pickle keeps next to the values: no grid, whose communicators belong to this job."""
         return {name: value for name, value in self.__dict__.items() if name != "grid"}
 
 
@@ -99,7 +99,7 @@ BlockExtent = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
 def part_of(parameter: ShardedParameter) -> BlockExtent:
-    """Which part of the whole this rank's block of a parameter is."""
+    """Return which part of the whole this rank's block of a parameter is."""
     slices = parameter.sharding.slices(parameter.grid)
     return tuple(parameter.sharding.shape), tuple((one.start, one.stop) for one in slices)
 

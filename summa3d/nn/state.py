@@ -85,7 +85,7 @@ def _sharded(module: nn.Module) -> dict[str, tuple[ShardedParameter, bool]]:
 
 
 def _problem(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], turned: set[str]) -> ShapeError | None:
-    """What is wrong with a state, whose tensors should have these shapes."""
+    """Error in a state, whose tensors should have these shapes."""
     missing, unknown = [name for name in shapes if name not in state], [name for name in state if name not in shapes]
     if missing or unknown:
         said = [f"{word} {', '.join(names[:3])}" for word, names in (("lacks", missing), ("has the unknown", unknown)) if names]

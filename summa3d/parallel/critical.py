@@ -29,7 +29,7 @@ def replay(schedule: Schedule, arithmetic: Iterable[tuple[int, Iterable[tuple[st
 
 
 def in_words(replayed: ScheduleTimeline) -> str:
-    """What a replayed step would take, in a line."""
+    """Describe in a line what a replayed step would take."""
     work = max(replayed.ideal, 1e-12)
     return (
         f"pipeline {replayed.schedule.name}: with a core for each rank, and ops as long as their arithmetic, a step takes "

@@ -124,7 +124,7 @@ def as_figure(figure: Any, drawn: ScheduleTimeline) -> None:
 
 
 def summary(drawn: ScheduleTimeline) -> tuple[str, str]:
-    """What a timeline shows, and what it takes."""
+    """Describe what a timeline shows, and its time."""
     schedule = drawn.schedule
     chunks = f" × {schedule.v} chunks" if schedule.v > 1 else ""
     work, wait = drawn.ideal, drawn.time - drawn.ideal
@@ -140,7 +140,7 @@ def _several(number: int, what: str) -> str:
 
 
 def legend(drawn: ScheduleTimeline) -> str:
-    """What colours mean."""
+    """Draw the meaning of colours."""
     lighter = "; later chunks are lighter" if drawn.schedule.v > 1 else ""
     backward = "green: gradients of inputs, brown: of weights" if drawn.schedule.split else "green: backward"
     return f"Blue: forward, {backward}{lighter}; grey: idle. Micro-batches count from 0."

@@ -142,7 +142,7 @@ class PipelineExecutor:
 
     @property
     def state(self) -> str:
-        """Where this rank is: its op, as "F 1.3"."""
+        """Return where this rank is: its op, as "F 1.3"."""
         return "between steps" if self.op is None else str(self.op)
 
     def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:
@@ -199,7 +199,7 @@ class PipelineExecutor:
             self.channel.send(self.wire.copies.part(array), message.stage, message.kind, message.micro)
 
     def _taken(self, kind: str, op: ScheduleOp, incoming: Incoming | None) -> Tensor:
-        """What another stage has sent, or a stage of this rank has passed."""
+        """Tensor that another stage has sent, or a stage of this rank has passed."""
         return self.handed.pop((kind, op.chunk, op.micro)) if incoming is None else self.wire.arrived(incoming)
 
     def _forward(

@@ -33,7 +33,7 @@ class OuterAxis(NamedTuple):
     mixtures: bool = False
 
     def is_searched(self, model: ModelConfig, asked: Collection[str]) -> bool:
-        """Whether plans of a model have it. asked : the dotted keys that are fixed or limited."""
+        """Return whether plans of a model have it. asked : the dotted keys that are fixed or limited."""
         if self.mixtures and not model.num_experts:
             return False
         return model.sequence >= self.sequence or not {f"grid.{self.name}", *self.values}.isdisjoint(asked)
@@ -46,7 +46,7 @@ class OuterAxis(NamedTuple):
 
 
 def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
-    """Why contexts cannot split a model's sequences, whatever the scheme is; empty where they can.
+    """Return why contexts cannot split a model's sequences, whatever the scheme is; empty where they can.
 
     >>> context_misfit(ModelConfig(family="gpt2", sequence=18), {"cp": 4}, {"context.kind": "ring"})
     'sequence 18 cannot be split over cp = 4: contexts (ring) take 2·4 equal parts, two for each.'
@@ -66,7 +66,7 @@ def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[
 
 
 def expert_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
-    """Why ranks cannot share a model's experts; empty where they can.
+    """Return why ranks cannot share a model's experts; empty where they can.
 
     >>> expert_misfit(ModelConfig(family="mixtral"), {"ep": 9}, {})
     'ep 9 is more than 8 experts'

@@ -258,7 +258,7 @@ class Replicas:
                 self.states[name].add(part)
 
     def _summand(self, state: ParameterState) -> Tensor:
-        """What this rank adds to the sum of a parameter's gradients, whole."""
+        """This rank's summand of the sum of a parameter's gradients, whole."""
         if self.zero == 2:
             taken = self._taken.pop(state.name, None)
             state.given |= taken is not None

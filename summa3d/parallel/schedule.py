@@ -78,7 +78,7 @@ class Schedule:
 
     @cached_property
     def split(self) -> bool:
-        """Whether backward is split into gradients of inputs (X) and of weights (W)."""
+        """Return whether backward is split into gradients of inputs (X) and of weights (W)."""
         return any(op.kind == "X" for ops in self.programs for op in ops)
 
     def ops_of(self, rank: int) -> tuple[ScheduleOp, ...]:
@@ -236,7 +236,7 @@ SCHEDULES = {
 
 @cache
 def is_split(name: str, p: int) -> bool:
-    """Whether a schedule of p ranks splits backward into gradients of inputs (X) and of weights (W)."""
+    """Return whether a schedule of p ranks splits backward into gradients of inputs (X) and of weights (W)."""
     return p > 1 and any(op.kind == "X" for op in SCHEDULES[name].order(2, 2, 1, 0))
 
 

@@ -33,7 +33,7 @@ class ScheduleTimeline:
 
     @cached_property
     def time(self) -> float:
-        """When the last op ends."""
+        """Return when the last op ends."""
         return max(span.end for span in self.spans)
 
     @cached_property
@@ -150,7 +150,7 @@ def in_order(schedule: Schedule) -> Events:
 
 
 def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float:
-    """When the last op ends, as `ScheduleTimeline.time`, of events whose (kind, stage) take so long."""
+    """Return when the last op ends, as `ScheduleTimeline.time`, of events whose (kind, stage) take so long."""
     ends = [0.0]
     end = ends.append
     for kind, own, given in zip(events.kinds, events.own, events.given, strict=True):
@@ -160,7 +160,7 @@ def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float
 
 
 def in_flight(ops: Sequence[ScheduleOp], ends: Sequence[str] = GRADIENT_ENDS) -> list[int]:
-    """How many inputs of chunks a rank keeps, after each of its ops: a backward of weights releases one.
+    """Number of inputs of chunks that a rank keeps, after each of its ops: a backward of weights releases one.
 
     ends : the kinds that end a flight; GRADIENT_SENDERS for what the gradient of an input ends
     """

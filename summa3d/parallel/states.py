@@ -91,7 +91,7 @@ class LocalShardings(Shardings):
 
     @cached_property
     def counts(self) -> bool:
-        """Whether this rank counts what it holds of `share`: one of those that hold the same does."""
+        """Return whether this rank counts what it holds of `share`: one of those that hold the same does."""
         return self.share.is_primary(self.grid)
 
     @cached_property
@@ -108,7 +108,7 @@ class LocalShardings(Shardings):
 
     @cached_property
     def cut(self) -> bool:
-        """Whether `pieces` cuts: other ranks own rows of what this rank updates."""
+        """Return whether `pieces` cuts: other ranks own rows of what this rank updates."""
         return self.moments is not self.partition
 
     def part(self, block: Tensor, sharding: Sharding, wanted: Sharding) -> Tensor:
@@ -155,12 +155,12 @@ class ParameterState:
 
     @property
     def leaf(self) -> Tensor:
-        """What backward leaves the gradient of the weight that layers use in."""
+        """Tensor in which backward leaves the gradient of the weight that layers use."""
         return self.parameter if self.copy is None else self.copy
 
     @cached_property
     def _apart(self) -> bool:
-        """Whether gradients are accumulated in `total`: they have another sharding or dtype than what layers use."""
+        """Return whether gradients are accumulated in `total`: they have another sharding or dtype than what layers use."""
         return self.copy is not None or self.shardings.gradient != self.shardings.stored
 
     def _take(self, leaf: Tensor) -> None:
@@ -237,7 +237,7 @@ class ParameterState:
 
     @cached_property
     def _plain(self) -> bool:
-        """Whether this rank accumulates in the parameter what it updates with and counts, whole: no replica has a part of it."""
+        """True if this rank accumulates in the parameter what it updates with and counts, whole: no replica has a part of it."""
         return not self._apart and self.shardings.gradient == self.shardings.moments == self.shardings.share
 
     def _part_of_gradient(self, wanted: Sharding) -> Tensor | None:

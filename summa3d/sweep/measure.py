@@ -104,7 +104,7 @@ def run_race(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: 
 
 
 def about(point: Point) -> SweepLine:
-    """What names a point in its line."""
+    """Name of a point in its line."""
     names = {"id": point.id, "what": point.what, "ranks": point.ranks, "series": point.series, "x": point.x}
     return {**names, "label": point.label, "repeat": point.repeat, "config": dict(point.config)}
 
@@ -124,7 +124,7 @@ def _products(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder:
 
 
 def _on_first(world: MPI.Intracomm, ranks: int, act: Callable[[MPI.Intracomm], Any]) -> Any:
-    """What `act` returns on the first `ranks` ranks, while the others sleep; equal on every rank, and so is its error."""
+    """Result of `act` on the first `ranks` ranks, while the others sleep; equal on every rank, and so is its error."""
     result, error = None, None
     if world.rank < ranks:
         comm = world if ranks == world.size else world.Create_group(world.Get_group().Incl(range(ranks)))
@@ -164,7 +164,7 @@ def _steps(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Pa
 
 
 def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, found: Sequence[SweepLine]) -> list[dict[str, Any]]:
-    """What was measured, with the words and seconds that a dry run on rank 0 says; collective."""
+    """Measurement of a point, with the words and seconds that a dry run on rank 0 says; collective."""
     cluster = predict.cluster_of(sweep)
 
     def dry() -> list[SweepLine]:

@@ -148,7 +148,7 @@ def _together(keys: Iterable[str], values: Sequence[Any]) -> dict[str, Any]:
 
 
 def _defaults(sweep: Sweep) -> dict[str, Any]:
-    """What is part of a point's content though its file may not say it."""
+    """Keys of a point's content that its file may leave out."""
     found: dict[str, Any] = {"device": requested_device(None)}
     if sweep.what == "gemm":
         return {"form": "nn", "dtype": "float64", "algorithm": CHOSEN, **found}
@@ -188,7 +188,7 @@ def _series(sweep: Sweep, name: str, vary: Keys, config: Keys) -> str:
 
 
 def _grids(sweep: Sweep, config: Keys, ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
-    """What the grid decides of the configuration, and the grids that are meant. Raises GridError where there is none."""
+    """Part of the configuration that the grid decides, and the grids that are meant. Raises GridError where there is none."""
     if isinstance(spec, list):
         listed = [axes_of(one) for one in spec]
         fitting = [axes for axes in listed if prod(axes.values()) == ranks]
@@ -286,7 +286,7 @@ def _planned_on(sweep: Sweep, device: str | None) -> Cluster | None:
 
 
 def _fits(config: Keys, ranks: int, axes: Mapping[str, int]) -> bool:
-    """Whether a grid takes the point, with like parts on all ranks."""
+    """Return whether a grid takes the point, with like parts on all ranks."""
     try:
         point = Point("block", ranks, {**config, **{f"{GRID}{axis}": size for axis, size in axes.items()}})
         _check(point).check_even(point.settings.model, point.settings.rows)

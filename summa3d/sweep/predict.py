@@ -27,7 +27,7 @@ def cluster_of(sweep: Sweep) -> Cluster | None:
 
 
 def machine_of(point: Point, cluster: Cluster | None, ranks_per_node: int) -> Machine:
-    """What the library chooses a product's algorithm by, before its ranks are started."""
+    """Machine by which the library chooses a product's algorithm, before its ranks are started."""
     node = point.config["device"] == "cpu" and ranks_per_node >= point.ranks
     return Machine(cluster or default_cluster(), node)
 

@@ -144,7 +144,7 @@ def title(about: Mapping[str, Any], lines: Sequence[SweepLine]) -> str:
 
 
 def baseline(found: Iterable[Curve], about: Mapping[str, Any]) -> str:
-    """What speed-ups are relative to."""
+    """Point that speed-ups are relative to."""
     first = {curve.lines[0]["ranks"] for curve in found}
     least = f" ({in_ranks(first.pop())})" if len(first) == 1 and about["x"] == "ranks" else ""
     return f"speed-up of FLOP/s over the first point of each series{least}"
@@ -161,7 +161,7 @@ def published(about: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def source(about: Mapping[str, Any]) -> str | None:
-    """Where the published points are from."""
+    """Return where the published points are from."""
     given = about["published"]
     if OF_TABLES in given:
         return f"not drawn: the published points, which lines of earlier versions name by the paper ({given[OF_TABLES]})"

@@ -148,7 +148,7 @@ def _sizes(point: Point) -> str:
 
 
 def status_table(sweep: Sweep, points: Sequence[Point], known: Mapping[str, SweepLine]) -> list[str]:
-    """How many points of each rank count are measured, have failed, and are missing; each error; lines of other settings."""
+    """Table of points that are measured, have failed, and are missing, by rank count; each error; lines of other settings."""
     lines = [f"{'ranks':>6}{'points':>8}{'done':>7}{'failed':>8}{'missing':>9}"]
     for count in sweep.ranks:
         own = [point for point in points if point.ranks == count]

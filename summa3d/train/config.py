@@ -97,12 +97,12 @@ class GridConfig:
 
     @property
     def outer(self) -> int:
-        """How many parts of the job have a grid of x, y, z and d of their own: contexts, replicas, ranks of a pipeline."""
+        """Number of parts of the job with a grid of x, y, z and d of their own: contexts, replicas, ranks of a pipeline."""
         return self.cp * self.ep * self.dp * self.pp
 
     @property
     def replicas(self) -> int:
-        """How many parts of the job have rows of their own: those of dp and ep."""
+        """Number of parts of the job with rows of their own: those of dp and ep."""
         return self.dp * self.ep
 
     @property
@@ -320,7 +320,7 @@ class TrainConfig:
 
     @property
     def copies_checkpoints(self) -> bool:
-        """Whether a checkpoint is written while steps go on."""
+        """Return whether a checkpoint is written while steps go on."""
         return self.background and self.keep > 0 and 0 < self.checkpoint_every < self.steps
 
     @property

@@ -206,7 +206,7 @@ def dry_run(
     load: Any = None,
     **settings: Any,
 ) -> Report:
-    """What a training step takes of each rank, found by running its own program on tensors without memory.
+    """Report what a training step takes of each rank, found by running its own program on tensors without memory.
 
     Nothing is computed, allocated or moved, no rank is started, and MPI is not initialized.
 
@@ -253,7 +253,7 @@ def dry_run(
 def predict(
     config: Config, ranks_per_node: int | None = None, tell: TellCounts = lambda done, total: None, load: Any = None
 ) -> dict[str, Any]:
-    """What a step of the configuration would take on its grid, on any number of ranks.
+    """Predict what a step of the configuration would take on its grid, on any number of ranks.
 
     ranks_per_node : how many consecutive ranks share a node. Axes inside a node communicate through its memory, where blocks are
         read and summands added as they lie; the others through MPI, which takes more workspace. Without it, of a grid with every
@@ -318,7 +318,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
 
 
 def training_of(config: Config) -> Training:
-    """What the training loop adds to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
+    """Additions of the training loop to the ops of a program: 16-bit copies of weights before them, the optimizer behind them."""
 
     def optimizer(pipeline: Pipeline, states: Sequence[ParameterState]) -> Ending:
         replicas = pipeline.replicas
@@ -361,7 +361,7 @@ class MatrixShares:
         self._places: dict[tuple[object, ...], dict[int, tuple[int, int]]] = {}
 
     def of(self, setting: Setting, rank: int) -> MatrixShare:
-        """What a rank orthogonalises."""
+        """Matrices that a rank orthogonalises."""
         topology = setting.topology
         at, layers, stages = topology.coordinates_of(rank), setting.model.layers, setting.stages
         if stages is not None:
@@ -401,7 +401,7 @@ class MatrixShares:
 
 
 def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCounts, load: GivenLoad | None) -> dict[str, Any]:
-    """What the ranks do and hold where so many consecutive ones share a node, on the host or on devices."""
+    """Work and memory of the ranks where so many consecutive ones share a node, on the host or on devices."""
     first = replace(setting_of(config, 0, ranks_per_node, on_device), load=load)
     first.check()
     found = {rank: (step, many) for rank, many, step in steps(first, training_of(config), tell)}
@@ -431,7 +431,7 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCoun
 
 
 def _by_stage(setting: Setting, held: Mapping[int, dict[str, int]], steps: Mapping[int, DryStep]) -> list[dict[str, Any]]:
-    """What the fullest of each pipeline rank's ranks hold, and what they receive on axis pp."""
+    """Memory of the fullest rank of each pipeline stage, and words that it receives on axis pp."""
     place, stages = setting.place(), setting.stages
     assert stages is not None
     ranks: dict[int, list[int]] = {}

@@ -110,7 +110,7 @@ class Lease:
         return ConfigError(f"{self._path} is a link or no file; the lease of a run folder is a regular file. Remove it.")
 
     def _left(self, holder: dict[str, Any], file: int, locked: bool | None) -> bool:
-        """Whether the job `holder` is gone; `locked`: this process has the lock of its lease, None where there is no flock."""
+        """True if the job `holder` is gone; `locked`: this process has the lock of its lease, None where there is no flock."""
         if holder.get("host") == self._mine["host"] and (locked or not _runs(holder["pid"])):
             return True
         return self._age(os.fstat(file)) > 2 * holder.get("heartbeat", HEARTBEAT)

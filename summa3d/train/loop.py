@@ -420,7 +420,7 @@ def _opening(run: Run) -> str:
 
 
 def _work(run: Run, progress: Progress) -> StepWork:
-    """What the steps' use is measured against; collective."""
+    """Rates that the steps' use is measured against; collective."""
     settings, dtype = run.config.train, torch_dtype(run.config.dtype)
     if not settings.peak_tflops:
         progress.doing("measuring a product")

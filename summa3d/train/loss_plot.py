@@ -44,7 +44,7 @@ class LossCurve:
 
     @property
     def has_smooth(self) -> bool:
-        """Whether the smooth line differs from the loss of each step."""
+        """Return whether the smooth line differs from the loss of each step."""
         return len(self.entries) >= WINDOW
 
     @classmethod

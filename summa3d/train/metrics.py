@@ -312,7 +312,7 @@ def line(step: StepMetrics, words: int, core_time: CoreTime) -> dict[str, Any]:
 
 
 def entropies(counts: Sequence[Sequence[int]]) -> list[float]:
-    """How even the loads of experts are, by layer: the entropy of the experts' shares of the tokens over its maximum, log E.
+    """Evenness of the loads of experts, by layer: the entropy of the experts' shares of the tokens over its maximum, log E.
 
     >>> entropies([[4, 4], [8, 0]])
     [1.0, 0.0]
@@ -368,7 +368,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _is_line(entry: Any) -> bool:
-    """Whether a JSON value is a line of metrics.jsonl: a step, and numbers where lines have numbers."""
+    """Return whether a JSON value is a line of metrics.jsonl: a step, and numbers where lines have numbers."""
     if not isinstance(entry, dict) or type(entry.get("step")) is not int:
         return False
     numbers = [entry[name] for name in NUMBERS if entry.get(name) is not None]

@@ -134,7 +134,7 @@ class MuonAdamW(AdamW):
                 self._update(self.states[name], found.pop(name), rate)
 
     def _averaged(self, state: ParameterState, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
-        """What is orthogonalised of a weight, in a new tensor; updates the momentum."""
+        """The matrix to orthogonalise for a weight, in a new tensor; updates the momentum."""
         moment, settings = self.moments[MUON_MOMENTS[0]][state.name], self.config.muon
         if gradient is None:
             return torch.zeros_like(moment)

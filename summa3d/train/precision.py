@@ -91,7 +91,7 @@ class LossScale:
         return {"dynamic": self.dynamic, "value": self.value, "good": self.good, "skipped": self.skipped}
 
     def accepts(self, number: int, loss: float, norm: float) -> bool:
-        """Whether step `number` may update the weights; adapts the scale for the next step.
+        """Return whether step `number` may update the weights; adapts the scale for the next step.
 
         A step whose loss or gradient norm is not finite is skipped, and halves the scale. `growth_every` good steps in a row
         double the scale. Raises Summa3dError for a step that is not finite at the smallest scale.

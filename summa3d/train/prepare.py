@@ -172,7 +172,7 @@ def check_prompt(config: Config, corpus: tokens.Tokens) -> None:
 
 
 def rule_before(before: BlasRule | None, grid: BaseGrid, progress: Progress) -> BlasRule:
-    """What multiplied in the steps before, so that resuming changes no bit; else, and that is said, the rule of `grid`.
+    """Library that multiplied in the steps before, so that resuming changes no bit; else, and that is said, the rule of `grid`.
 
     The latter where SUMMA3D_BLAS says so, or where some rank does not have that library. Collective.
     """

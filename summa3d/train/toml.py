@@ -184,7 +184,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: it holds no half of a character, as bytes of an argument that are not UTF-8 become."""
+    """True if a text can be encoded: it holds no half of a character, as bytes of an argument that are not UTF-8 become."""
     try:
         text.encode()
     except UnicodeEncodeError:

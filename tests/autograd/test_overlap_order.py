@@ -53,7 +53,7 @@ def input_for(rank: int, k: int = WIDTHS[0]) -> Tensor:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What happens along x, and products, in their order: a collective is named by the columns of what it carries."""
+    """Return what happens along x, and products, in their order: a collective is named by the columns of what it carries."""
     log: list[str] = []
 
     original_start = Collective.start

@@ -93,7 +93,7 @@ def judged(case: Case, world: World, grid: Any, number: int) -> tuple[str, str]:
 
 
 def compared(case: Case, result: Any, everyone: list[dict[str, Any]], rank: int) -> str:
-    """What is wrong with a result; empty if nothing is."""
+    """Return what is wrong with a result; empty if nothing is."""
     import numpy as np
 
     try:

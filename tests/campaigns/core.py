@@ -171,11 +171,11 @@ class Board:
         self.states, self.rank = np.memmap(file, np.float64, "r+", shape=(size, 8)), rank
 
     def write(self, number: int, state: int) -> None:
-        """What this rank has come to in a case."""
+        """Return what this rank has come to in a case."""
         self.states[self.rank, :3] = number, state, time.monotonic()
 
     def others_wait(self, number: int, settled: float) -> bool:
-        """Whether others are in the call, or through it, in which this rank was refused. False where all were refused."""
+        """Return whether others are in the call, or through it, in which this rank was refused. False where all were refused."""
         while True:
             came, state, since = self.states[:, 0], self.states[:, 1], self.states[:, 2]
             if (came == number).all():
@@ -247,7 +247,7 @@ class World:
 
 
 def afterwards(world: World, mode: str, number: int) -> str:
-    """What is wrong with right calls after a case; empty if nothing is."""
+    """Return what is wrong with right calls after a case; empty if nothing is."""
     import numpy as np
 
     from summa3d import DistMatrix

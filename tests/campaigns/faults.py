@@ -215,7 +215,7 @@ class World:
             sys.exit(f"the run to compare with ended with status {ended.status} instead of {status}:\n{ended.output}")
 
     def plan(self, fault: Fault, run: Path) -> dict[str, Any]:
-        """What planted/ is told of a fault."""
+        """Return what planted/ is told of a fault."""
         ranks = None if fault.kind == "full disk" else [fault.rank]  # a disk is full for all
         seconds = 0.6 * self.runs.limit
         return {**asdict(fault), "ranks": ranks, "seconds": seconds, "at": str(run.parent / "at")}
@@ -265,7 +265,7 @@ class World:
 
 
 def judge(fault: Fault, ended: Ended, limit: float, room: float, saved: Path | None) -> list[str]:
-    """What did not hold of the end of a disturbed run."""
+    """Return what did not hold of the end of a disturbed run."""
     problems = [f"left behind: {what}" for what in ended.left]
     if ended.status is None:
         return [*problems, "it did not end"]
@@ -290,7 +290,7 @@ def judge(fault: Fault, ended: Ended, limit: float, room: float, saved: Path | N
 
 
 def reports(fault: Fault, ended: Ended) -> list[str]:
-    """What does not hold of the report of a failed run: one, which names the rank, or the file; no more than one table."""
+    """Return what does not hold of the report of a failed run: one, which names the rank, or the file; no more than one table."""
     text, problems = ended.output, []
     heads = [line for line in text.splitlines() if re.match(HEADS, line)]
     if len(heads) > 1:
@@ -305,7 +305,7 @@ def reports(fault: Fault, ended: Ended) -> list[str]:
 
 
 def names(fault: Fault) -> str:
-    """What the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
+    """Return what the report of a failed run must match: the name of a file, or of the rank, by who can know it."""
     if fault.kind in (*ON_RESUME, "full disk"):
         return r"trial/run"
     ended = rf"summa3d launch: .*rank {fault.rank} of \d+ \(process \d+\).* ended first"
@@ -340,7 +340,7 @@ def newest(run: Path) -> Path | None:
 
 
 def differences(whole: Path, run: Path, exact: bool) -> list[str]:
-    """What differs between two runs: the numbers of each step, and the final weights and moments; exactly, or to 1e-9."""
+    """Return what differs between two runs: the numbers of each step, and the final weights and moments; exactly, or to 1e-9."""
     lines = [[json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()] for folder in (whole, run)]
     steps = [[{key: value for key, value in line.items() if not MEASURED.search(key)} for line in one] for one in lines]
     if [line.keys() for line in steps[0]] != [line.keys() for line in steps[1]]:
@@ -358,7 +358,7 @@ def differences(whole: Path, run: Path, exact: bool) -> list[str]:
 
 
 def determined(name: str, tensor: np.ndarray) -> np.ndarray:
-    """What training determines of a tensor: all but the biases of keys, of [head][query, key, value][d].
+    """Return what training determines of a tensor: all but the biases of keys, of [head][query, key, value][d].
 
     A constant added to all keys changes no attention. The gradient of their biases is rounding, which Adam makes whole steps of.
     """
@@ -505,7 +505,7 @@ def lines_of(run: Path) -> list[dict[str, Any]]:
 
 
 def identity(run: Path) -> int:
-    """Which file the metrics are in: a resumed run, once it begins its steps, replaces the file."""
+    """Return which file the metrics are in: a resumed run, once it begins its steps, replaces the file."""
     file = run / "metrics.jsonl"
     return file.stat().st_ino if file.exists() else 0
 
@@ -531,7 +531,7 @@ def costs_of(runs: Runs, ranks: int) -> dict[str, float]:
     settings = {"train.steps": 10**6, "train.checkpoint_every": every, "train.evaluate_every": 0}
 
     def reached(job: subprocess.Popen[bytes], steps: int, before: int = 0) -> float:
-        """When a file of metrics, other than `before`, has so many lines."""
+        """Return when a file of metrics, other than `before`, has so many lines."""
         while job.poll() is None:
             if identity(run) not in (0, before) and len(lines_of(run)) >= steps:
                 return time.time()
@@ -567,7 +567,7 @@ def daly(between: float, checkpoint: float, start: float) -> tuple[float, float]
 
 
 def of_rank(process: int) -> bool:
-    """Whether a process is a rank of its job, and not a launcher."""
+    """Return whether a process is a rank of its job, and not a launcher."""
     return launched_as(environment_of(process)) is not None
 
 

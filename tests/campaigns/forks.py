@@ -107,7 +107,7 @@ USES: dict[str, Callable[[Any, str, int, Callable[[], None]], object]] = {
 
 
 def alone(use: str, grid: Any) -> bool:
-    """Whether a child may do this: what communicates with nobody."""
+    """Return whether a child may do this: what communicates with nobody."""
     return use == "free" or (use == "a call in flight")
 
 

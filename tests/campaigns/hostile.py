@@ -217,7 +217,7 @@ def settings_cases(chooser: random.Random) -> Iterator[Case]:
 
 
 def refused_of(key: str, value: str) -> bool:
-    """Whether no value of the key can be this one: a count that is no positive whole number, a number that is none."""
+    """Return whether no value of the key can be this one: a count that is no positive whole number, a number that is none."""
     from summa3d.train import toml
     from summa3d.train.config import Config
 

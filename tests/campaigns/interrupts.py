@@ -33,7 +33,7 @@ class Interrupted(Exception):
 
 
 def is_inside(frame: FrameType | None) -> bool:
-    """Whether a frame was called by the library's communication."""
+    """Return whether a frame was called by the library's communication."""
     while frame is not None:
         if "/summa3d/comm/" in Path(frame.f_code.co_filename).as_posix():
             return True

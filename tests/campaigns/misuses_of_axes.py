@@ -54,7 +54,7 @@ def parts(array: Any, dim: int, sizes: list[int] | None, size: int) -> list[Any]
 
 
 def gathered(everyone: list[dict[str, Any]], rank: int) -> Any:
-    """What an all-gather gives."""
+    """Return what an all-gather gives."""
     import numpy as np
 
     arrays = arrays_of(everyone)
@@ -75,19 +75,19 @@ def combined(everyone: list[dict[str, Any]], op: Any) -> Any:
 
 
 def scattered(everyone: list[dict[str, Any]], rank: int) -> Any:
-    """What a reduce-scatter gives."""
+    """Return what a reduce-scatter gives."""
     total = combined(everyone, "sum")
     dim, sizes = along(everyone[rank], [total])
     return parts(total, dim, sizes, len(everyone))[rank]
 
 
 def reduced(everyone: list[dict[str, Any]], rank: int) -> Any:
-    """What an all-reduce gives."""
+    """Return what an all-reduce gives."""
     return combined(everyone, everyone[rank].get("op", "sum"))
 
 
 def rooted(everyone: list[dict[str, Any]], rank: int) -> Any:
-    """What a reduce gives."""
+    """Return what a reduce gives."""
     total, root = combined(everyone, everyone[rank].get("op", "sum")), whole(everyone[rank]["root"])
     if not 0 <= root < len(everyone):
         raise MustRefuse
@@ -95,7 +95,7 @@ def rooted(everyone: list[dict[str, Any]], rank: int) -> Any:
 
 
 def told(everyone: list[dict[str, Any]], rank: int) -> Any:
-    """What a broadcast gives."""
+    """Return what a broadcast gives."""
     arrays, root = arrays_of(everyone), whole(everyone[rank]["root"])
     if not 0 <= root < len(everyone) or len({one.shape for one in arrays}) != 1:
         raise MustRefuse
@@ -103,7 +103,7 @@ def told(everyone: list[dict[str, Any]], rank: int) -> Any:
 
 
 def exchanged(everyone: list[dict[str, Any]], rank: int) -> Any:
-    """What an all-to-all gives."""
+    """Return what an all-to-all gives."""
     import numpy as np
 
     arrays = arrays_of(everyone)

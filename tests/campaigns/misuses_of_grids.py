@@ -232,7 +232,7 @@ def gradients(chance: random.Random, rank: int, size: int) -> Case:
 
 
 def freed(chance: random.Random, rank: int, size: int) -> Case:
-    """What is left of a freed grid, or of another one."""
+    """Return what is left of a freed grid, or of another one."""
     import numpy as np
 
     from summa3d import DistMatrix, Grid

@@ -218,7 +218,7 @@ def odd_gradients(chance: random.Random, rank: int, size: int) -> Scene:
 
 
 def remains(chance: random.Random, rank: int, size: int) -> Scene:
-    """What is in flight when its grid is freed or forgotten, waited for twice or never; pickles and copies of what a grid is."""
+    """In flight when its grid is freed or forgotten, waited for twice or never; pickles and copies of what a grid is."""
     name, length = chance.choice(right_calls.COLLECTIVES[:-1]), chance.choice(right_calls.LENGTHS)
     mode, use = chance.choice([*MODES]), chance.choice([*REMAINS])
     return scene("remains", f"{use}, {name}", mode, None, lambda grid, number: REMAINS[use](grid, number, name, length))

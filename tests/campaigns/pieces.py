@@ -30,7 +30,7 @@ HOW = (*SAID, "delays")
 
 
 def trial(folder: Path, how: str, ranks: int, seed: int, room: float, copies: bool = True) -> list[str]:
-    """What does not hold of a job in which a rank strikes at a random moment between two pieces, or ranks sleep.
+    """Return what does not hold of a job in which a rank strikes at a random moment between two pieces, or ranks sleep.
 
     room : further seconds of every limit, on a busy machine
     """
@@ -62,7 +62,7 @@ def trial(folder: Path, how: str, ranks: int, seed: int, room: float, copies: bo
 
 
 def is_there(process: int) -> bool:
-    """Whether a process has not ended."""
+    """Return whether a process has not ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
     return False

@@ -82,7 +82,7 @@ def every(case: Case, times: Times) -> Iterator[tuple[float, Plan]]:
 
 
 def verdict(case: Case) -> tuple[str, str]:
-    """Whether the best plans that a search keeps are the fastest of all, and no slower with weights gathered ahead."""
+    """Return whether the best plans that a search keeps are the fastest of all, and no slower with weights gathered ahead."""
     times = Times(case.cluster, Store())
     search = PlanSearch(case.space, times, case.limit, TOP)
     try:

@@ -46,7 +46,7 @@ def together(*work: Callable[[], object]) -> list[Exception | None]:
 
 
 def ours(errors: Sequence[Exception | None]) -> int:
-    """How many errors there are, all of them ours."""
+    """Return how many errors there are, all of them ours."""
     from summa3d.errors import Summa3dError
 
     for error in errors:

@@ -50,7 +50,7 @@ if world.rank == 0:
 
 
 def why_not() -> str | None:
-    """Why no node can be emulated here; None where one could be."""
+    """Return why no node can be emulated here; None where one could be."""
     if emulate.why_not() is not None:
         return emulate.why_not()
     try:
@@ -85,7 +85,7 @@ def namespaces() -> dict[str, list[int]]:
 
 
 def of_this_machine() -> tuple[str, set[str]]:
-    """What a launch must leave as it was: mounts, and links."""
+    """Return what a launch must leave as it was: mounts, and links."""
     return Path("/proc/self/mounts").read_text(), set(os.listdir("/sys/class/net"))
 
 

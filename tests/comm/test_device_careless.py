@@ -15,7 +15,7 @@ WORLD = pytest.mark.mpi(sizes=(2,))
 
 
 def gathers_right(comm, make_grid, transport, mode, device_type=fake_device.Device):
-    """Whether started gathers and sums, some of which are dropped before they are waited for, are right on all ranks."""
+    """Return whether started gathers and sums, some of which are dropped before they are waited for, are right on all ranks."""
     device = fake_device.use(device_type(comm, mode, seed=comm.rank))
     axis = make_grid(x=2, transport=transport, device=device, check=False)["x"]
     right = True
@@ -75,7 +75,7 @@ class HostDoesNotWait(fake_device.Device):
 
 
 def gathers_wrong(comm, make_grid, transport, device_type=fake_device.Device):
-    """Whether at least one order of execution shows the mistake."""
+    """Return whether at least one order of execution shows the mistake."""
     found = [not gathers_right(comm, make_grid, transport, mode, device_type) for mode in fake_device.MODES]
     return any(found)
 

@@ -121,7 +121,7 @@ def test_who_waits_sleeps(comm, make_grid):
 
 
 def asleep(thread: Path) -> bool:
-    """Whether a thread sleeps and, a while later, still does, without having run."""
+    """Return whether a thread sleeps and, a while later, still does, without having run."""
 
     def seen() -> tuple[str, str]:
         state = (thread / "stat").read_text().rpartition(")")[2].split()[0]

@@ -137,7 +137,7 @@ def test_one_rank_that_starts_another_array_or_collective_is_an_error_on_all(com
 
 
 def _next_error(axis):
-    """What the next call over a broken axis raises."""
+    """Return what the next call over a broken axis raises."""
     try:
         axis.all_reduce(np.ones(3))
     except (AgreementError, GridError) as error:

@@ -44,7 +44,7 @@ def process(*command: str) -> Iterator[int]:
 
 
 def seen(process: int, number: int = 0, waits: bool = False, before: int = 0, elapsed: float = 0.3) -> str:
-    """What a rank of this process does, as two looks see it."""
+    """Return what a rank of this process does, as two looks see it."""
     state = processes.state_of(process)
     assert state is not None
     time.sleep(elapsed)

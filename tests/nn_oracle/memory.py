@@ -53,7 +53,7 @@ class ModelMemory(LayerMemory):
 
     @property
     def saved(self) -> int:
-        """What forward saves for backward, parameters and the caller's batch excluded."""
+        """Return what forward saves for backward, parameters and the caller's batch excluded."""
         return sum(step.saved for step in self.steps())
 
     def memory(self, accumulate: int = 1, training: bool = True) -> Memory:
@@ -96,5 +96,5 @@ class ModelMemory(LayerMemory):
 
 
 def _alone(step: Step) -> int:
-    """What a layer, or a stretch that is computed again, holds at most by itself."""
+    """Return what a layer, or a stretch that is computed again, holds at most by itself."""
     return peak_of([step]).held - step.saved if step.inside else max(step.forward, step.backward)

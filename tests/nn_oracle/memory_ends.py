@@ -125,14 +125,14 @@ def _two_heads(layers: LayerMemory) -> list[Step]:
 
 
 def _image_head(layers: LayerMemory) -> list[Step]:
-    """Where the first tokens are seen in the normalised stream, that is kept for them."""
+    """Return where the first tokens are seen in the normalised stream, that is kept for them."""
     seen = _sees_first_tokens(layers)
     first = replace(_first_tokens(layers), saved=layers.stream if seen else 0)
     return [layers.norm(), first, *_classifier(layers, layers.scheme.pooled, layers.config.image_sizes[3], seen)]
 
 
 def _sees_first_tokens(layers: LayerMemory) -> bool:
-    """Whether every sequence's first token is a view of the stream: where the sequence is stored first, on one rank."""
+    """Return whether every sequence's first token is a view of the stream: where the sequence is stored first, on one rank."""
     sequence = layers.scheme.residual.dims[1]
     return bool(sequence) and layers.context.columns(Layout(sequence)).size == 1
 

@@ -172,7 +172,7 @@ class LayerMemory:
         return Step(kept + context + sums, qkv + made + sums, kept + max(qkv, context))
 
     def _unfused(self, context: int, scores: int) -> int:
-        """What the unfused core keeps: q (in qkv, where its rows can be seen as one dim), k, v, softmax, dropped, two masks."""
+        """Kept by the unfused core: q (in qkv, where its rows can be seen as one dim), k, v, softmax, dropped, two masks."""
         plain = not self.grouped and (self.scheme.spec.sequence_first or 1 in self._sequences_and_heads)
         tables = self._tables if self.grouped else 0
         masks = scores * (not self.device) + self.sequence**2 * self.config.architecture.causal
@@ -180,7 +180,7 @@ class LayerMemory:
 
     @property
     def _sequences_and_heads(self) -> tuple[int, int]:
-        """How many of each this rank's attention has."""
+        """Return how many of each this rank's attention has."""
         return self.block(Layout(self.inner.dims[0]), self.batch), self.block(Layout(self.inner.dims[-1]), self.config.heads)
 
     def joined_columns(self) -> int:
@@ -210,11 +210,11 @@ class LayerMemory:
 
     @property
     def grouped(self) -> bool:
-        """Whether attention has rotary positions and may have fewer heads of k and v."""
+        """Return whether attention has rotary positions and may have fewer heads of k and v."""
         return "rotary_base" in self.config.architecture.options
 
     def context_seen(self) -> bool:
-        """Whether the context that the output linear takes is the tensor that attention saved, and no copy in stored order."""
+        """True if the context that the output linear takes is the tensor that attention saved, and no copy in stored order."""
         sequences, heads = self._sequences_and_heads
         in_order = heads == 1 and (sequences == 1 or not self.scheme.spec.sequence_first) if self.grouped else True
         return in_order and not self.config.attention_dropout and self.recompute != "selective"

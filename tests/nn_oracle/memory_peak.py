@@ -123,5 +123,5 @@ def _known(coming: Sequence[_Moment]) -> list[int]:
 
 
 def _outside(known: Sequence[int], slots: int) -> int:
-    """What of the known gathers lies in memory of its own: all but the last ones, for which there are slots."""
+    """Return what of the known gathers lies in memory of its own: all but the last ones, for which there are slots."""
     return sum(known[: max(0, len(known) - slots)])

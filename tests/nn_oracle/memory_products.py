@@ -44,7 +44,7 @@ class Need:
 
 
 def product_need(plan: ProductPlan, context: Context, word: int, staged: Collection[str] = (), device: bool = False) -> Need:
-    """What the product that `context` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
+    """Return what the product that `context` makes of `plan` needs, `word` bytes an element; `staged`: as in `Grid.staged`.
 
     On a `device` NCCL adds up what has more than 16 bits, and needs no room for the parts. 16-bit floats are summed in float32:
     on the host beside the parts, on a device in registers.
@@ -164,16 +164,16 @@ class _Moved:
     wide: bool
 
     def gathered(self, copied: bool = False) -> int:
-        """What a gather leaves: nothing where the node's memory is read in place."""
+        """Return what a gather leaves: nothing where the node's memory is read in place."""
         return 0 if self.size == 1 or (self.staged and not copied and not self.turned) else self.whole
 
     def gathering(self, copied: bool = False) -> int:
-        """What a gather holds at most."""
+        """Return what a gather holds at most."""
         return self.gathered(copied) + (0 if self.staged or self.size == 1 else (self.own + self.whole) * self.turned)
 
     @property
     def summand(self) -> int:
-        """What a product leaves to be summed; on one rank, the result."""
+        """Return what a product leaves to be summed; on one rank, the result."""
         return self.own if self.size == 1 else 0 if self.staged else self.whole
 
     @property
@@ -195,7 +195,7 @@ class _Moved:
 
     @property
     def scattering(self) -> int:
-        """What a blocking scatter holds beside the summand."""
+        """Return what a blocking scatter holds beside the summand."""
         return 0 if self.size == 1 else self.in_flight - self.summand + self.turning + self.result
 
     @property

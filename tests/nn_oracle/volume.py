@@ -189,7 +189,7 @@ class GPTVolume:
         return StepCost(words + all_reduce(1, row_axes(layout), *self._grid), NONE)
 
     def embedding(self) -> StepCost:
-        """What makes the stream: tokens and positions."""
+        """Return what makes the stream: tokens and positions."""
         return self.lookup() + self.small_table(self.config.sequence)
 
     def head(self) -> StepCost:
@@ -199,7 +199,7 @@ class GPTVolume:
         return linear + self.loss(self.scheme.after_linear(stream))
 
     def after_blocks(self) -> StepCost:
-        """What reads the stream: the last norm and the head."""
+        """Return what reads the stream: the last norm and the head."""
         return self.norm() + self.head()
 
     def step(self, accumulate: int = 1) -> StepCost:

@@ -116,7 +116,7 @@ def test_an_explanation_names_the_least_change_that_puts_a_plan_first_and_what_a
 
 
 def is_possible(cluster: Cluster, key: str, factor: float) -> bool:
-    """Whether a number of a cluster can be changed so."""
+    """Return whether a number of a cluster can be changed so."""
     try:
         cluster.replaced({key: cluster[key] * factor}, "assumed")
     except ClusterError:

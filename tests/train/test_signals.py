@@ -169,7 +169,7 @@ def test_ctrl_c_ends_another_command_at_once_and_names_a_rank(tmp_path: Path) ->
 
 
 def computes(process: int) -> bool:
-    """Whether a rank has been working for some seconds, longer than it takes to start."""
+    """Return whether a rank has been working for some seconds, longer than it takes to start."""
     state = state_of(process)
     return state is not None and state.seconds > 4
 

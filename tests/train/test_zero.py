@@ -156,7 +156,7 @@ def test_a_run_goes_on_with_another_zero_on_other_grids(comm: Any, shared_tmp_pa
 
 
 def uses_of(name: str, recomputed: bool) -> tuple[int, int, int]:
-    """How often zero 3 gathers a parameter of a GPT-2 in forward and in backward, and how often it sums its gradient."""
+    """Return how often zero 3 gathers a parameter of a GPT-2 in forward and in backward, and how often it sums its gradient."""
     if name == "embedding.weight":
         return 2, 1, 2  # looked up, and the head's; only products gather again
     product = name.startswith("blocks") and name.endswith("weight") and "norm" not in name

@@ -164,7 +164,7 @@ def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
 
 
 def _is_meant(grid: str, shape: dict[str, int]) -> bool:
-    """Whether the text names this grid: ``2,2,2`` lists all axes, ``x=2,y=4`` leaves the others at 1, "" names any grid."""
+    """True if the text names this grid: ``2,2,2`` lists all axes, ``x=2,y=4`` leaves the others at 1, "" names any grid."""
     if not grid:
         return True
     named = grid_of(grid)

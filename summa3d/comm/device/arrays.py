@@ -43,7 +43,7 @@ def meta_on_device() -> Iterator[None]:
 
 
 def is_torch(array: Array) -> bool:
-    """Whether `array` is a torch tensor."""
+    """Return whether `array` is a torch tensor."""
     kind: Any = type(array)
     return _is_torch_type(kind)
 
@@ -54,14 +54,14 @@ def _is_torch_type(kind: Any) -> bool:
 
 
 def is_on_device(array: Array) -> bool:
-    """Whether the memory is a CUDA device's: a CuPy array, or a torch tensor that says so."""
+    """Return whether the memory is a CUDA device's: a CuPy array, or a torch tensor that says so."""
     if is_torch(array):
         return bool(array.is_cuda) or (array.is_meta and _meta_is_device.get())
     return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
 
 
 def place_of(array: Array) -> Any:
-    """What kind of array it is and where its memory lies, as something to compare; of numpy's own arrays, a constant."""
+    """Kind of an array and place of its memory, as something to compare; of numpy's own arrays, a constant."""
     kind = type(array)
     if kind is np.ndarray:
         return None
@@ -72,7 +72,7 @@ def place_of(array: Array) -> Any:
 
 
 def array_problem(array: Any, has_memory: bool = True) -> str | None:
-    """Why this is no array that can be communicated; None if it is one. A dry run's tensors need not have memory."""
+    """Return why this is no array that can be communicated; None if it is one. A dry run's tensors need not have memory."""
     if isinstance(array, np.ndarray):
         odd = isinstance(array, (np.matrix, np.ma.MaskedArray))
         return f"a {type(array).__name__} is no plain array; pass numpy.asarray of it" if odd else None
@@ -95,7 +95,7 @@ def library_of(array: Array) -> Any:
 
 
 def kind_of(array: Array) -> str:
-    """What must be alike where arrays are combined: the library, and where the memory lies."""
+    """Facts that must be equal where arrays are combined: the library, and where the memory lies."""
     if isinstance(array, np.ndarray):
         return "numpy"
     library = library_of(array).__name__
@@ -103,7 +103,7 @@ def kind_of(array: Array) -> str:
 
 
 def address(array: Array) -> int:
-    """Where the first element lies."""
+    """Return where the first element lies."""
     if is_torch(array):
         return int(array.data_ptr())
     interface = array.__array_interface__ if isinstance(array, np.ndarray) else array.__cuda_array_interface__
@@ -111,7 +111,7 @@ def address(array: Array) -> int:
 
 
 def overlap(one: Array, other: Array) -> bool:
-    """Whether two arrays of one kind have elements in common; columns side by side in one memory have not."""
+    """Return whether two arrays of one kind have elements in common; columns side by side in one memory have not."""
     if isinstance(one, np.ndarray):
         return bool(np.may_share_memory(one, other) and np.shares_memory(one, other))
     if is_torch(one) and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
@@ -161,14 +161,14 @@ def detached(array: Array) -> Array:
 
 
 def is_contiguous(array: Array) -> bool:
-    """Whether the memory holds the elements in C order, as they are (torch may leave a conjugation or a sign to its readers)."""
+    """True if the memory holds the elements in C order, as they are (torch may leave a conjugation or a sign to its readers)."""
     if not is_torch(array):
         return bool(array.flags.c_contiguous)
     return array.is_contiguous() and not array.is_conj() and not array.is_neg()
 
 
 def is_writable(array: Array) -> bool:
-    """Whether the elements may be overwritten: not of a read-only array of numpy's, nor where a tensor repeats its memory."""
+    """True if the elements may be overwritten: not of a read-only array of numpy's, nor where a tensor repeats its memory."""
     if isinstance(array, np.ndarray):
         return bool(array.flags.writeable)
     if not is_torch(array) or array.is_contiguous():
@@ -288,7 +288,7 @@ def to_host(array: Array) -> np.ndarray:
 
 
 def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:
-    """Why `into` cannot take a result of `shape` and of the dtype of `array`."""
+    """Return why `into` cannot take a result of `shape` and of the dtype of `array`."""
     if into is None:
         return None
     if kind_of(into) != kind_of(array):

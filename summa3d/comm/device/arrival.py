@@ -47,7 +47,7 @@ class Arrival(Timed):
 
     @property
     def done(self) -> bool:
-        """Whether the device has passed it."""
+        """Return whether the device has passed it."""
         return self._event.done
 
     def wait(self) -> None:

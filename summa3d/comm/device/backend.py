@@ -17,7 +17,7 @@ class Event(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether the stream has passed it; never waits."""
+        """Return whether the stream has passed it; never waits."""
 
     def synchronize(self) -> None:
         """Block the host, and nothing else, until the stream has passed it."""

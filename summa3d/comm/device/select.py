@@ -18,7 +18,7 @@ WIDE_SUMS, TF32 = 16, 3  # cublasMath_t: DISALLOW_REDUCED_PRECISION_REDUCTION, T
 
 
 def requested_device(name: str | None = None) -> str:
-    """Where arrays shall lie: `name`, else SUMMA3D_DEVICE, else cpu. Raises ConfigError for a device that does not exist."""
+    """Device for arrays: `name`, else SUMMA3D_DEVICE, else cpu. Raises ConfigError for a device that does not exist."""
     wanted = name or os.environ.get(VARIABLE) or "cpu"
     if wanted not in DEVICES:
         raise ConfigError(f"device {wanted!r} does not exist. Devices: {', '.join(DEVICES)} ({VARIABLE} names one as well).")
@@ -73,7 +73,7 @@ def check_torch(torch: Any) -> None:
 
 
 def set_precision(torch: Any, tf32: bool) -> None:
-    """What torch's products on devices may round: the operands of float32 only with `tf32`, sums of 16-bit floats never."""
+    """Set what torch's products on devices may round: the operands of float32 only with `tf32`, sums of 16-bit floats never."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -96,7 +96,7 @@ def settle(array: Array) -> None:
 
 
 def visible_devices() -> int:
-    """How many CUDA devices this process sees, at least 1. Raises ConfigError where there is none, or no CuPy to use it."""
+    """Number of CUDA devices that this process sees, at least 1. Raises ConfigError where there is none, or no CuPy to use it."""
     try:
         import cupy
     except ImportError as error:

@@ -59,7 +59,7 @@ REFUSED = "refused"
 
 
 def facts_of(operation: str, facts: Mapping[str, object], problem: str | None = None) -> dict[str, str]:
-    """What ranks compare: the operation, its facts as texts, and, on a rank that is about to refuse it, why."""
+    """Facts that ranks compare: the operation, its facts as texts, and, on a rank that is about to refuse it, why."""
     refused = {} if problem is None else {REFUSED: problem}
     return {"operation": operation, **{name: repr(fact) for name, fact in facts.items()}, **refused}
 

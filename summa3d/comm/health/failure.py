@@ -193,18 +193,18 @@ OWN_THREADS = ("watch", "watchdog", "preemption", "lease", "ranks")
 
 
 def is_alone() -> bool:
-    """Whether no thread of this process but the calling one can communicate."""
+    """Return whether no thread of this process but the calling one can communicate."""
     others = (thread for thread in threading.enumerate() if thread is not threading.current_thread())
     return all(thread.name in OWN_THREADS for thread in others)
 
 
 def not_a_rank() -> str:
-    """Why a process that was forked from a rank cannot communicate."""
+    """Return why a process that was forked from a rank cannot communicate."""
     return f"process {os.getpid()} was forked from rank {MPI.COMM_WORLD.rank}, and is no rank itself: it cannot communicate."
 
 
 def has_peers() -> bool:
-    """Whether MPI is in use and has other ranks."""
+    """Return whether MPI is in use and has other ranks."""
     return not _forked and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
@@ -217,7 +217,7 @@ def _may_speak() -> bool:
 
 
 def _somebody_stays(folder: Path) -> bool:
-    """Whether a rank waits, and does so a moment later: else it was about to go on."""
+    """Return whether a rank waits, and does so a moment later: else it was about to go on."""
 
     def waits() -> bool:
         return bool(flight.table(flight.read_folder(folder), time.time()))
@@ -269,7 +269,7 @@ def who() -> str:
 
 
 def where() -> str:
-    """Where this rank is and for what it waits, in brackets; nothing where nothing tells it."""
+    """Return where this rank is and for what it waits, in brackets; nothing where nothing tells it."""
     told = "; ".join(filter(None, (_state(), flight.waiting())))
     return f" [{told}]" if told else ""
 

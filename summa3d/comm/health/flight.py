@@ -127,7 +127,7 @@ class Recorder:
 
 
 def waiting() -> str:
-    """What this process waits for, and since when; "" where it waits for nothing, or nothing is recorded."""
+    """Describe what this process waits for, and since when; "" where it waits for nothing, or nothing is recorded."""
     flown = None if recorder is None else read(recorder.file)
     return f"waits {_in(flown.waits, time.time())}" if flown is not None and flown.waits is not None else ""
 
@@ -205,7 +205,7 @@ class Described(Protocol):
     recorded: int
 
     def described(self, array: Array) -> str:
-        """What it is, in words."""
+        """Describe it in words."""
 
 
 class AxisRecords:
@@ -299,7 +299,7 @@ def claim_node() -> bool:
 
 
 def ended(folder: Path) -> float:
-    """When the job ended whose records were saved in a folder; now, of one that was not saved."""
+    """Return when the job ended whose records were saved in a folder; now, of one that was not saved."""
     try:
         return float((folder / flight_files.ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -332,11 +332,11 @@ class Flight:
 
     @property
     def waits(self) -> Record | None:
-        """What the rank waits for: of several, the one that it asked for last."""
+        """Communication that the rank waits for: of several, the one that it asked for last."""
         return next((one for one in reversed(self.records) if one.state == WAITED_FOR), None)
 
     def count(self, axis: str) -> int:
-        """How many communications along an axis it has begun."""
+        """Number of communications that it has begun along an axis."""
         return max((one.count for one in self.records if one.axis == axis), default=0)
 
 
@@ -374,7 +374,7 @@ def read_folder(folder: Path) -> list[Flight]:
 
 
 def table(flights: Sequence[Flight], now: float) -> list[str]:
-    """Who waits where, for whom, since when, and who differs; empty if nobody waits. `now` is when the job ended."""
+    """Return who waits where, for whom, since when, and who differs; empty if nobody waits. `now` is when the job ended."""
     if not any(flight.waits for flight in flights):
         return []
     now = max([now, *(max(one.began, one.ended) for flight in flights for one in flight.records)])  # clocks differ by a little
@@ -390,7 +390,7 @@ def table(flights: Sequence[Flight], now: float) -> list[str]:
 
 
 def _free(flight: Flight, now: float) -> str:
-    """What a rank does that waits for nothing."""
+    """Describe what a rank does that waits for nothing."""
     ended = f"has ended {now - flight.ended:.1f} s ago" if flight.ended else ""
     if not flight.records:
         return f"{ended or 'runs'}, and has communicated nothing"

@@ -47,7 +47,7 @@ class Head(NamedTuple):
 
     @property
     def lives(self) -> bool:
-        """Whether the process is one of this node and has not ended."""
+        """Return whether the process is one of this node and has not ended."""
         return not self.ended and self.node == processes.this_node() and processes.state_of(self.process) is not None
 
 
@@ -62,7 +62,7 @@ def opened(file: Path, anybodys: bool = False) -> Iterator[BinaryIO]:
 
 
 def head_of(file: Path) -> Head | None:
-    """What a rank's file says of it; None for a file that is none, or another user's."""
+    """Header of a rank's file; None for a file that is none, or another user's."""
     with contextlib.suppress(OSError, struct.error), opened(file) as found:
         magic, *head = HEADER.unpack(found.read(HEADER.size))
         return Head(*head) if magic == MAGIC else None
@@ -93,7 +93,7 @@ def _prefix() -> str:
 
 
 def is_private(folder: Path, others: int = 0o077) -> bool:
-    """Whether this is a folder of this user, not a link to one, whose mode has none of the bits `others`."""
+    """Return whether this is a folder of this user, not a link to one, whose mode has none of the bits `others`."""
     with contextlib.suppress(OSError):
         status = folder.lstat()
         return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & others
@@ -106,7 +106,7 @@ def new_folder() -> Path:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether the library has named this folder, not the user."""
+    """Return whether the library has named this folder, not the user."""
     return folder.name.startswith(_prefix())
 
 
@@ -143,7 +143,7 @@ def sweep(folder: Path) -> None:
 
 
 def _is_used(folder: Path) -> bool:
-    """Whether a rank that has a file in a folder still runs; of other nodes' ranks nothing is known."""
+    """Return whether a rank that has a file in a folder still runs; of other nodes' ranks nothing is known."""
     for file in records_of(folder).values():
         head = head_of(file)
         elsewhere = head is not None and head.node != processes.this_node()
@@ -219,7 +219,7 @@ def save(folder: Path, now: float) -> Path | None:
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a folder holds the records of a job that has ended, and nothing else."""
+    """Return whether a folder holds the records of a job that has ended, and nothing else."""
     if not is_private(folder, others=0) or not (folder / ENDED).is_file():
         return False
     return all(OWN_NAMES.fullmatch(file.name) and file.is_file() for file in folder.iterdir())

@@ -41,7 +41,7 @@ def state_of(process: int) -> State | None:
 
 
 def reads_or_writes(process: int) -> bool:
-    """Whether some thread of a process waits for a disk or a file system."""
+    """Return whether some thread of a process waits for a disk or a file system."""
     return any(_stat(thread / "stat")[:1] == [ON_DISK] for thread in _threads(process))
 
 
@@ -97,7 +97,7 @@ def job_name() -> str:
 
 
 def _start_of(process: int) -> str:
-    """When a process started, in clock ticks since boot, so that a number used again is not taken for the same process."""
+    """Return when a process started, in clock ticks since boot, so that a number used again is not taken for the same process."""
     words = _stat(PROC / f"{process}/stat")
     return words[STARTED] if words else "0"
 

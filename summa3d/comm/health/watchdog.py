@@ -111,7 +111,7 @@ def ranks_here(recorder: flight.Recorder) -> list[flight.Neighbour]:
 
 
 def kind_of(rank: flight.Neighbour, before: Look | None = None, elapsed: float = 0.0) -> str:
-    """What a rank of this node does; `before` is what was seen of it `elapsed` seconds ago, None of one that is new."""
+    """State of a rank of this node; `before` is what was seen of it `elapsed` seconds ago, None of one that is new."""
     state = processes.state_of(rank.process)
     if state is not None and state.letter == processes.STOPPED:
         return STOPPED

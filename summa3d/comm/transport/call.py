@@ -48,7 +48,7 @@ class Members:
 
     @property
     def node(self) -> NodeRule | None:
-        """Which collectives use the node buffer; None if the members do not share a node's memory."""
+        """Return which collectives use the node buffer; None if the members do not share a node's memory."""
         return self.rule if len(set(self.nodes)) == 1 else None
 
     @property
@@ -101,7 +101,7 @@ class Route:
         return (*shape[: self.dim], extent, *shape[self.dim + 1 :])
 
     def described(self, array: Array) -> str:
-        """What a call of this kind with such an array is: in these words all members must call alike."""
+        """Describe a call of this kind with such an array: in these words all members must call alike."""
         shape: list[Any] = list(array.shape)
         marks = [self.op] if "reduce" in self.operation else []
         if self.operation in ALONG_A_DIM:
@@ -156,7 +156,7 @@ class Carried:
 
     @property
     def is_complete(self) -> bool:
-        """Whether `complete` would not wait; MPI works on its own meanwhile."""
+        """Return whether `complete` would not wait; MPI works on its own meanwhile."""
         return are_done(self.requests)
 
 
@@ -175,5 +175,5 @@ def wait_for(requests: Sequence[Any]) -> None:
 
 
 def are_done(requests: Sequence[Any]) -> bool:
-    """Whether all of them have completed; never waits."""
+    """Return whether all of them have completed; never waits."""
     return all(is_done(one) if isinstance(one, MPI.Request) else one.done for one in requests)

@@ -20,7 +20,7 @@ class FlatTransport:
     """Seconds of the last call or wait in which the host waited for the device."""
 
     def sums_parts(self, array: Array) -> bool:
-        """Whether `reduce_scatter` is there for arrays like this one.
+        """Return whether `reduce_scatter` is there for arrays like this one.
 
         Else the sum is the caller's, after an `all_to_all`, in the members' order, and the same in every run.
         """

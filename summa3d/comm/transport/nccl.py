@@ -39,7 +39,7 @@ class NcclMessage(Timed):
 
     @property
     def done(self) -> bool:
-        """Whether the device has passed it; a message that has not been queued, it has not, unless it has no elements."""
+        """Return whether the device has passed it; a message that has not been queued, it has not, unless it has no elements."""
         return not self.spans if self.arrival is None else self.arrival.done
 
     def wait(self) -> None:

@@ -135,7 +135,7 @@ class NodeTransport:
             signatures.review()
 
     def compared(self) -> Callable[[], None]:
-        """What a member does before it waits for the call that MPI has just begun for it."""
+        """Compare calls before a member waits for the call that MPI has just begun for it."""
         return partial(self._breaking, self.buffer.signatures.compare, self.buffer.signatures.number)
 
     def _breaking(self, step: Callable[..., object], *arguments: object) -> None:
@@ -163,7 +163,7 @@ class NodeTransport:
             raise
 
     def offers_views(self, array: Array) -> bool:
-        """Whether a gather of such arrays may be read in place."""
+        """Return whether a gather of such arrays may be read in place."""
         kind = array.dtype, place_of(array)
         staged = self._staged.get(kind)
         if staged is None:

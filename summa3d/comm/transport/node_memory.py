@@ -93,7 +93,7 @@ class Flags:
 
     @property
     def broken(self) -> bool:
-        """Whether some member has failed."""
+        """Return whether some member has failed."""
         return bool(self.words[0])
 
     def set(self, flag: int, value: int) -> None:
@@ -167,12 +167,12 @@ class Flags:
             self._memory.close()
 
     def text_of(self, member: int, place: int) -> memoryview:
-        """Where a member writes what it calls, as bytes that are cut or end in 0, at one of its KEPT places."""
+        """Return where a member writes what it calls, as bytes that are cut or end in 0, at one of its KEPT places."""
         start = self._texts + (member * KEPT + place) * TEXT
         return memoryview(self._memory)[start : start + TEXT]
 
     def text(self, member: int, place: int) -> str:
-        """What a member called, at one of its KEPT places."""
+        """Text of a member's call, at one of its KEPT places."""
         return bytes(self.text_of(member, place)).partition(b"\0")[0].decode(errors="ignore")
 
     def first_error(self) -> str:
@@ -190,7 +190,7 @@ class Flags:
         return memoryview(self._memory)[place : place + NOTE]
 
     def _record(self, member: int) -> int:
-        """Where a member's record begins, in bytes; behind the last one are the notes of the slots."""
+        """Return where a member's record begins, in bytes; behind the last one are the notes of the slots."""
         return _lines(self.members) * LINE * 8 + member * RECORD
 
 
@@ -204,7 +204,7 @@ def _lines(members: int) -> int:
 
 
 def in_one_node(comm: MPI.Intracomm) -> bool:
-    """Whether all ranks of `comm` share one node, and can map memory together (collective)."""
+    """Return whether all ranks of `comm` share one node, and can map memory together (collective)."""
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     together = node.size == comm.size and why_no_node_memory() is None
     node.Free()

@@ -66,7 +66,7 @@ class Arriving:
 
     @property
     def done(self) -> bool:
-        """Whether `wait` would return at once; never waits."""
+        """Return whether `wait` would return at once; never waits."""
         return all(map(is_done, self.requests))
 
     def wait(self) -> None:

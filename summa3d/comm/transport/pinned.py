@@ -77,7 +77,7 @@ class PinnedTransfer(Timed):
 
     @property
     def done(self) -> bool:
-        """Whether MPI is done."""
+        """Return whether MPI is done."""
         return are_done(self.requests)
 
     def wait(self) -> None:

@@ -36,7 +36,7 @@ class Probe(NamedTuple):
 
 @cache
 def cuda_aware() -> Probe:
-    """Whether MPI moved and reduced device memory right, in a child of this process; asked once."""
+    """Return whether MPI moved and reduced device memory right, in a child of this process; asked once."""
     return probe([sys.executable, *interpreter.program(PROGRAM)], alone(os.environ), TIMEOUT)
 
 

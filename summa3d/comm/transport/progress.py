@@ -18,7 +18,7 @@ class Movable(Protocol):
     """What is in flight: an MPI request, or what stands for one."""
 
     def Get_status(self) -> bool:
-        """Whether it has completed; moves it, and never waits."""
+        """Return whether it has completed; moves it, and never waits."""
 
 
 class Left(Protocol):
@@ -26,7 +26,7 @@ class Left(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether MPI has done with it."""
+        """Return whether MPI has done with it."""
 
 
 class RequestsInFlight:
@@ -62,7 +62,7 @@ class RequestsInFlight:
 
 
 def is_done(request: Movable) -> bool:
-    """Whether MPI has completed a request, or failed in it: the owner's wait raises the error."""
+    """Return whether MPI has completed a request, or failed in it: the owner's wait raises the error."""
     try:
         return request.Get_status()
     except MPI.Exception:

@@ -95,11 +95,11 @@ class NodeRule:
     LARGEST: ClassVar[int] = 1 << 28
 
     def takes(self, array: Array, elements: int) -> bool:
-        """Whether a communication of this many elements of `array`'s dtype goes through the node's memory."""
+        """Return whether a communication of this many elements of `array`'s dtype goes through the node's memory."""
         nbytes = elements * array.itemsize
         return (self.always or self.crowded or nbytes >= self.SMALL) and nbytes <= self.LARGEST and staged_dtype(array)
 
 
 def staged_dtype(array: Array) -> bool:
-    """Whether arrays like this one can be summed in a slot: on the host, and not bool, which MPI's operations reduce."""
+    """Return whether arrays like this one can be summed in a slot: on the host, and not bool, which MPI's operations reduce."""
     return dtype_name(array) != "bool" and not is_on_device(array)

@@ -203,7 +203,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 
 def _functions(array: Array, op: str) -> tuple[Any, Any]:
-    """What copies one array into another, and what reduces two of them by `op`."""
+    """Functions that copy one array into another, and reduce two of them by `op`."""
     library = library_of(array)
     reduce = getattr(library, OPERATIONS[op])
     return (library.Tensor.copy_, reduce) if is_torch(array) else (library.copyto, quiet(reduce))

@@ -70,7 +70,7 @@ class Transports:
         return None if self.node is None else self.node.allocate(shape, like)
 
     def offers_views(self, array: Array) -> bool:
-        """Whether an all-gather of arrays of this dtype can return a view of memory that the members share."""
+        """Return whether an all-gather of arrays of this dtype can return a view of memory that the members share."""
         return self.node is not None and self.node.offers_views(array)
 
     @property
@@ -123,7 +123,7 @@ class Transports:
         return PinnedTransport(timeline)
 
     def _reads_devices(self) -> bool:
-        """Whether MPI reads device pointers, as rank 0 finds out, where it matters."""
+        """Return whether MPI reads device pointers, as rank 0 finds out, where it matters."""
         if self.members.wanted in ("pinned", "nccl", "mpi"):
             return False
         comm = self.members.comm

@@ -16,7 +16,7 @@ from .workspace import is_like
 
 
 def is_whole(value: Any) -> bool:
-    """Whether it is a whole number, Python's or numpy's."""
+    """Return whether it is a whole number, Python's or numpy's."""
     return isinstance(value, int | np.integer)
 
 

@@ -124,7 +124,7 @@ class Moves(NamedTuple):
 
 
 def moves_of(plan: CuboidPlan, axes: Sequence[Axis], grid_shape: Mapping[str, int], at: Mapping[str, int]) -> dict[str, Moves]:
-    """What moves of a, b and c over the axes in the roles x, y, z."""
+    """Moves of a, b and c over the axes in the roles x, y, z."""
     extents = dict(zip("mnk", plan.local_extents(grid_shape, at), strict=True))
     (x, y, z), found = axes, {}
     names = {"a": (y, plan.a_names, plan.a_fine), "b": (x, plan.b_names, plan.b_fine), "c": (z, "mn", plan.c_fine)}
@@ -257,7 +257,7 @@ class Cuboid(Executor):
         return self._tracked(self.z, self.workspace.multiply(a_gathered, b_gathered, self.plan.form, slot))
 
     def summand_buffer(self, operand: str, like: Array) -> Array | None:
-        """Where a summand of the operand (a, b or c) may be computed, so that its scatter, if it comes next, copies nothing.
+        """Buffer for a summand of the operand (a, b or c), of which a scatter that comes next copies nothing.
 
         None for a small one, by its shape, which all members of the axis share.
         """

@@ -102,10 +102,10 @@ class Executor(ABC):
 
 
 def _is_plain(out: Array | None, alpha: Any, beta: Any) -> bool:
-    """Whether C is A·B in new memory."""
+    """Return whether C is A·B in new memory."""
     return out is None and type(alpha) is type(beta) is int and alpha == 1 and beta == 0
 
 
 def _kind(a: Array, b: Array) -> tuple[Any, ...]:
-    """What blocks that were checked once have in common."""
+    """Key that blocks which were checked once share."""
     return a.shape, a.dtype, place_of(a), b.shape, b.dtype, place_of(b)

@@ -53,7 +53,7 @@ class OnedPlan(ProductPlan):
         return CuboidPlan(self.form, self.m, self.n, self.k, x, y, z, pieces=self.pieces, grains=grains)
 
     def cut(self, axis: Axis, array: Array) -> bool:
-        """Whether what moves of arrays like this one along y leaves the node, and is cut."""
+        """Return whether what moves of arrays like this one along y leaves the node, and is cut."""
         return self.pieces > 1 and axis.size > 1 and not axis.offers_views(array)
 
     def layout_of(self, operand: str, names: str) -> Layout:

@@ -98,12 +98,12 @@ class BroadcastPanels:
             yield self.workspace.widened(self.name, panel, capacity) if wide else panel
 
     def ahead(self, block: Array) -> int:
-        """How many panels of a block are in flight while one is multiplied."""
+        """Number of panels of a block in flight while one is multiplied."""
         return min(self.most_ahead, 1) if self.axis.offers_views(block) else self.most_ahead
 
     @property
     def in_slabs(self) -> bool:
-        """Whether a panel is multiplied in slabs, between which MPI moves those ahead: where several are."""
+        """Return whether a panel is multiplied in slabs, between which MPI moves those ahead: where several are."""
         return self.most_ahead > 1
 
     def _own(self, count: int, block: Array) -> Array:
@@ -112,7 +112,7 @@ class BroadcastPanels:
         return block[part] if self.dim == 0 else block[:, part]
 
     def _target(self, count: int, block: Array, capacity: int, slots: int) -> Array:
-        """Where a panel is broadcast from, and to: the owner's block, if it is contiguous there, else one of `slots`."""
+        """Return where a panel is broadcast from, and to: the owner's block, if it is contiguous there, else one of `slots`."""
         width = self.cuts[count].width
         shape = (width, block.shape[1]) if self.dim == 0 else (block.shape[0], width)
         panel = self.workspace.buffer(f"panel {self.name}{count % slots}", shape, block, capacity)

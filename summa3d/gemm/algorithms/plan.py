@@ -57,21 +57,21 @@ class ProductPlan(ABC):
 
     @abstractmethod
     def layout_of(self, operand: str, names: str) -> Layout:
-        """Which axes split an operand (a, b or c), whose dims as it is stored have these `names`."""
+        """Return which axes split an operand (a, b or c), whose dims as it is stored have these `names`."""
 
     @cached_property
     def a_layout(self) -> Layout:
-        """Which axes split A as it is stored."""
+        """Return which axes split A as it is stored."""
         return self._grained("a", self.a_names)
 
     @cached_property
     def b_layout(self) -> Layout:
-        """Which axes split B as it is stored."""
+        """Return which axes split B as it is stored."""
         return self._grained("b", self.b_names)
 
     @cached_property
     def c_layout(self) -> Layout:
-        """Which axes split C as it is stored."""
+        """Return which axes split C as it is stored."""
         return self._grained("c", "mn")
 
     def _grained(self, operand: str, names: str) -> Layout:
@@ -79,11 +79,11 @@ class ProductPlan(ABC):
         return layout.grained(*map(self.grains_of, names)) if any(self.grains) else layout
 
     def grains_of(self, dim: str) -> tuple[int, ...]:
-        """What the axes that split m, n or k keep whole."""
+        """Numbers of indices that the axes which split m, n or k keep together."""
         return self.grains["mnk".index(dim)]
 
     def grain(self, dim: str, level: int) -> int:
-        """What the axis keeps whole that splits m, n or k at this level, 0 for the coarse one."""
+        """Number of indices kept together by the axis that splits m, n or k at this level, 0 for the coarse one."""
         grains = self.grains_of(dim)
         return grains[level] if level < len(grains) else 1
 
@@ -143,11 +143,11 @@ class ProductPlan(ABC):
 
     @property
     def by_transpose(self) -> bool:
-        """Whether the product is taken as the transpose of (B·A)."""
+        """Return whether the product is taken as the transpose of (B·A)."""
         return self.transposes and "n" not in self.form
 
     def no_reduction(self, grid_shape: Mapping[str, int]) -> bool:
-        """Whether one product on one rank makes each element of C, so that nothing is summed after rounding."""
+        """Return whether one product on one rank makes each element of C, so that nothing is summed after rounding."""
         return False
 
     def gradient_roles(self, dims: str) -> dict[str, Any]:
@@ -176,12 +176,12 @@ class ProductPlan(ABC):
 
     @property
     def name(self) -> str:
-        """What messages call the algorithm."""
+        """Name of the algorithm in messages."""
         return type(self).__name__.removesuffix("Plan")
 
 
 def misfit(name: str, own: Mapping[str, int], grids: Callable[[int], list[dict[str, int]]]) -> str:
-    """Why `own` is no grid of the algorithm `name`, and which would be."""
+    """Return why `own` is no grid of the algorithm `name`, and which would be."""
     ranks = prod(own.values())
     if grids(ranks):
         fits = " · ".join(describe(grid) for grid in grids(ranks))

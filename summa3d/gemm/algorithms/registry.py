@@ -61,7 +61,7 @@ class Algorithm:
     def volume(
         self, plan: ProductPlan, grid_shape: GridShape, dtype: str = "float64", staged: Collection[str] = (), device: bool = False
     ) -> Volume:
-        """What a product costs on every rank (`volume.of_plan`).
+        """Cost of a product on every rank (`volume.of_plan`).
 
         A transposed product adds its exchange; 16-bit floats add operands and C in float32, on a `device` C alone, unless the
         plan sums it on one rank.

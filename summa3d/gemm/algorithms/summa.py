@@ -73,7 +73,7 @@ class SummaPlan(ProductPlan):
         return self.pieces if any(grid_shape[axis] > 1 and axis not in staged for axis in (self.x, self.y)) else 1
 
     def ahead(self, pieces: int, grid_shape: Mapping[str, int]) -> int:
-        """How many panels, cut into `pieces`, are in flight while one is multiplied, through MPI."""
+        """Number of panels, cut into `pieces`, in flight while one is multiplied, through MPI."""
         return max(grid_shape[self.x], grid_shape[self.y]) if pieces > 1 else int(self.lookahead)
 
 

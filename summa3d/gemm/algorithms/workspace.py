@@ -33,7 +33,7 @@ class Workspace:
 
     @property
     def behind(self) -> BehindQueue:
-        """What is gathered behind the products of this workspace's job."""
+        """Blocks gathered during the products of this workspace's job."""
         return BehindQueue.of(self._grid)
 
     def buffer(self, name: str, shape: Sequence[int], like: Array, capacity: int | None = None) -> Array:
@@ -86,5 +86,5 @@ class Workspace:
 
 
 def is_like(array: Array, like: Array) -> bool:
-    """Whether two arrays are of one library and both on the host or both on a device; fast for numpy."""
+    """Return whether two arrays are of one library and both on the host or both on a device; fast for numpy."""
     return type(array) is type(like) is np.ndarray or kind_of(array) == kind_of(like)

@@ -39,7 +39,7 @@ class MixedBlocks:
         return tuple(axis for axis, _ in self.at)
 
     def holds_block(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block."""
+        """Return whether the rank holds a block."""
         return bool(coordinates) and all(coordinates[axis] == index for axis, index in self.at)
 
     def runs(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[Runs, ...]:

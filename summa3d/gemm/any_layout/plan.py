@@ -43,7 +43,7 @@ class Owned(NamedTuple):
     space: int
 
     def placement(self, spaces: Sequence[RankSpace]) -> Placement:
-        """Which rank holds which elements."""
+        """Return which rank holds which elements."""
         space = spaces[self.space]
         return Placement(self.layout, space.shape, space.points)
 
@@ -152,7 +152,7 @@ class AnyPlan(PlannedWords):
 
     @property
     def is_even(self) -> bool:
-        """Whether each axis of several members divides the work, so that no two ranks multiply the same."""
+        """Return whether each axis of several members divides the work, so that no two ranks multiply the same."""
         return {axis for split in self.splits.values() for axis in split.axes} >= {*self.space.axes}
 
     def split_of(self, names: str) -> Splits:
@@ -172,7 +172,7 @@ class AnyPlan(PlannedWords):
         return max(inner, key=self.extents.__getitem__, default="")
 
     def computed(self, operand: Owned, panel: int = 0) -> Placement:
-        """Where the blocks of A or B lie that ranks multiply: of one panel."""
+        """Return where the blocks of A or B lie that ranks multiply: of one panel."""
         splits, shape, points = self.splits, self.space.shape, self.space.points
         if self.panels > 1:  # ranks lie along one more axis, at the panel's index
             splits = {**splits, self.panelled: DimSplit((*splits[self.panelled].axes, PANEL))}
@@ -182,7 +182,7 @@ class AnyPlan(PlannedWords):
 
     @cached_property
     def fetches(self) -> tuple[tuple[Redistribution, Redistribution], ...]:
-        """How A and B come to who multiplies them, panel by panel."""
+        """Moves of A and B to the ranks that multiply them, panel by panel."""
         lie = [(one, one.placement(self.spaces)) for one in (self.a, self.b)]
         found = []
         for panel in range(self.panels):
@@ -192,7 +192,7 @@ class AnyPlan(PlannedWords):
 
     @cached_property
     def moving(self) -> tuple[tuple[bool, bool], ...]:
-        """Whether A, and whether B, moves in each panel."""
+        """Return whether A, and whether B, moves in each panel."""
         if self.panels == 1:
             return ((bool(self.received["a"].any()), bool(self.received["b"].any())),)
         return tuple((a.moves(), b.moves()) for a, b in self.fetches)
@@ -212,13 +212,13 @@ class AnyPlan(PlannedWords):
 
     @property
     def stays(self) -> bool:
-        """Whether C lies where the sum of its summands is made."""
+        """Return whether C lies where the sum of its summands is made."""
         same = self.grid == self.c.space and self.how.kind != DIRECT
         return same and ownership_of(self.scattered, self.c.shape, self.c.names) == self.c.layout
 
     @cached_property
     def views(self) -> tuple[MatrixView, MatrixView, MatrixView]:
-        """How the blocks of A, B and C are seen as matrices: of rows × inner, inner × columns, rows × columns."""
+        """Views of the blocks of A, B and C as matrices: of rows × inner, inner × columns, rows × columns."""
         letters = self.subscripts
         batch, rows, columns, inner = letters.batch, letters.rows, letters.columns, letters.inner
         a, b = matrix_view(letters.a, batch, rows, inner), matrix_view(letters.b, batch, inner, columns)
@@ -243,7 +243,7 @@ class AnyPlan(PlannedWords):
         return {**found, "sums": (self.summed - 1) * own, "c": _product(target) - _common(target, whole)}
 
     def _parts(self, names: str, splits: Splits) -> list[RankParts]:
-        """What each rank computes with of some letters."""
+        """Parts of some letters that each rank computes with."""
         return [parts_of(self.space, self.extents[letter], split) for letter, split in zip(names, splits, strict=True)]
 
     @property
@@ -391,7 +391,7 @@ def with_way(compute_layout: str, how: Adding) -> str:
 
 
 def parts_of(space: RankSpace, extent: int, split: DimSplit) -> RankParts:
-    """What each rank computes with of a dim."""
+    """Part of a dim that each rank computes with."""
     if split.block:
         return space.dealt(extent, split.axes, split.block)
     parts = space.whole(extent)

@@ -163,7 +163,7 @@ class ComputeLayouts:
         return tuple(found)
 
     def _parts(self, dim: str) -> list[RankParts]:
-        """What each rank has of a letter's dim, for each split: a longer list of axes splits the parts of its beginning."""
+        """Part of a letter's dim on each rank, for each split: a longer list of axes splits the parts of its beginning."""
         extent = self.request.extents[dim]
         found: list[RankParts] = []
         known: dict[tuple[str, ...], RangeParts] = {(): self.space.whole(extent)}
@@ -296,7 +296,7 @@ class ComputeLayouts:
         return words, self._exchange(words, received, copies * own - kept)
 
     def _natural(self, numbers: Mapping[str, np.ndarray]) -> np.ndarray:
-        """Whether C may stay in the splits of these numbers: all in ranges, or both dealt out."""
+        """Return whether C may stay in the splits of these numbers: all in ranges, or both dealt out."""
         names = self.request.subscripts.c
         both = [(self.all.splits[letter], numbers[letter]) for letter in names]
         in_ranges = [np.array([not split.block for split in splits])[at] for splits, at in both]
@@ -346,7 +346,7 @@ class ComputeLayouts:
         return replace(plan, c=free._replace(layout=layout))
 
     def text_of(self, found: Costed) -> str:
-        """What the table of alternatives calls a compute layout."""
+        """Name of a compute layout in the table of alternatives."""
         space = self.space if len(self.request.spaces) > 1 else None
         return with_way(named(self._splits_at(found.at), space), found.how)
 

@@ -36,7 +36,7 @@ class RangeParts(NamedTuple):
         return self.stop - self.start
 
     def below(self, index: np.ndarray) -> np.ndarray:
-        """How many indices below `index` each rank holds."""
+        """Number of indices below `index` on each rank."""
         return np.minimum(np.maximum(index, self.start), self.stop) - self.start
 
 
@@ -55,7 +55,7 @@ class DealtParts(NamedTuple):
         return self.below(np.full(len(self.turn), self.extent))
 
     def below(self, index: np.ndarray) -> np.ndarray:
-        """How many indices below `index` each rank holds."""
+        """Number of indices below `index` on each rank."""
         rounds, rest = np.divmod(index, self.block * self.parts)
         own = np.minimum(np.maximum(rest - self.turn * self.block, 0), self.block)
         counted: np.ndarray = np.where(self.inside, rounds * self.block + own, 0)
@@ -139,7 +139,7 @@ class RankSpace:
         return DealtParts(extent, block, prod(self.shape[axis] for axis in axes), index, self.inside)
 
     def held(self, layout: Ownership, shape: Sequence[int]) -> list[RankParts]:
-        """What each rank holds of a tensor in `layout`, for each dim; nothing of some dim where it holds no block."""
+        """Part of a tensor in `layout` on each rank, for each dim; nothing of some dim where it holds no block."""
         if isinstance(layout, BlockCyclic):
             dealt = zip(shape, layout.dims, layout.block, strict=True)
             return [self.dealt(extent, self.true_axes(axes), block) for extent, axes, block in dealt]
@@ -153,7 +153,7 @@ class RankSpace:
         return found
 
     def _holders(self, layout: Layout) -> np.ndarray:
-        """Which ranks hold a block (`Layout.holds_block`)."""
+        """Return which ranks hold a block (`Layout.holds_block`)."""
         holds, at, follows = self.inside, dict(layout.at), dict(layout.follows)
         for axis in layout.root_only:
             if axis in at:

@@ -130,7 +130,7 @@ class Candidate:
 
     @property
     def even(self) -> bool:
-        """Whether A, B and C are each spread over all ranks, no element on two."""
+        """Return whether A, B and C are each spread over all ranks, no element on two."""
         return all(size == 1 or axis in self.plan.split_by_all for axis, size in self.grid.items())
 
     def __str__(self) -> str:

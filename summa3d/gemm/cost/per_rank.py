@@ -77,7 +77,7 @@ def moves_of(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, staged: C
 
 
 def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
-    """What pieces add to the workspace: memory of columns and of sums that are not taken in place, less C's own."""
+    """Workspace that pieces add: memory of columns and of sums that are not taken in place, less C's own."""
     memory, adds = 0, False
     steps = zip("abc", (plan.y, plan.x, plan.z), moves_of(plan, grid_shape, at, conditions.staged), strict=True)
     for operand, axis, step in steps:
@@ -137,7 +137,7 @@ def panel_broadcasts(
 
 
 def buffers(plan: SummaPlan, cut: Cuts, axis: str, grid_shape: GridShape, conditions: Conditions) -> int:
-    """How many panels that move along an axis are held at a time: one, and those that are in flight, in a node's memory one."""
+    """Number of panels along an axis that are held at a time: one, and those that are in flight, in a node's memory one."""
     ahead = plan.ahead(plan.pieces_on(grid_shape, conditions.staged), grid_shape)
     return min(cut.count, 1 + (min(ahead, 1) if axis in conditions.staged else ahead)) or 1
 
@@ -286,7 +286,7 @@ def sums_in_pieces(
 
 
 def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditions) -> Callable[[Coordinates], Cost]:
-    """What `transpose.Transposed` adds to the product B·A: the words of C's block that a rank does not hold after it."""
+    """Cost that `transpose.Transposed` adds to the product B·A: the words of C's block that a rank does not hold after it."""
     points = [coordinates for coordinates, _ in Layout().blocks((), grid_shape)]
     layout = plan.swapped().c_layout.transposed()
     source, target = (Placement(one, grid_shape, points) for one in (layout, plan.c_layout))

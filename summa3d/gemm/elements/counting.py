@@ -19,7 +19,7 @@ def splitting(layout: Ownership) -> tuple[str, ...]:
 
 
 def counts(matrix: Distributed) -> bool:
-    """Whether this rank's block counts in a sum over `splitting`: of equal copies at several indices, the first."""
+    """Return whether this rank's block counts in a sum over `splitting`: of equal copies at several indices, the first."""
     return counts_at(matrix, matrix.grid.coordinates)
 
 
@@ -80,5 +80,5 @@ def widened(block: Array) -> Array:
 
 
 def is_whole_dtype(wide: Any) -> bool:
-    """Whether a `wide_dtype` is one of whole numbers."""
+    """Return whether a `wide_dtype` is one of whole numbers."""
     return "int" in str(wide)

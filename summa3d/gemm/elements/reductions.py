@@ -163,7 +163,7 @@ def _line(matrix: Matrix, block: Array, dim: int) -> Matrix:
 
 
 def _place(block: Array) -> dict[str, Any]:
-    """Where a new array lies beside the block, as its library takes it."""
+    """Return where a new array lies beside the block, as its library takes it."""
     return {"device": block.device} if is_torch(block) else {}
 
 
@@ -175,7 +175,7 @@ def _ordered(block: Array, name: str) -> Any:
 
 
 def _bound(wide: Any, name: str) -> float:
-    """What no element is beyond: of a max the least number, of a min the largest."""
+    """Bound on all elements: of a max the least number, of a min the largest."""
     if not is_whole_dtype(wide):
         return -inf if name == "max" else inf
     limits = np.iinfo(str(wide).removeprefix("torch."))

@@ -51,7 +51,7 @@ class SlicedOwnership:
         return self.layout.root_only
 
     def holds_block(self, coordinates: Coordinates) -> bool:
-        """Whether the rank holds a block of the matrix."""
+        """Return whether the rank holds a block of the matrix."""
         return self.layout.holds_block(coordinates)
 
     def runs(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[Runs, ...]:
@@ -141,7 +141,7 @@ def put_part(matrix: Distributed, key: Any, value: Any) -> None:
 
 
 def sliced(matrix: Distributed, ranges: IndexRanges) -> SlicedOwnership:
-    """Who holds which elements of the part of a matrix."""
+    """Return who holds which elements of the part of a matrix."""
     return SlicedOwnership(matrix.layout, matrix.shape, ranges)
 
 

@@ -20,7 +20,7 @@ SMALL = 128**3
 
 
 def adds_in_place(dtype: str) -> bool:
-    """Whether products of this dtype are added to C without a buffer; integers, which no BLAS multiplies, are not."""
+    """Return whether products of this dtype are added to C without a buffer; integers, which no BLAS multiplies, are not."""
     return gemm("float32" if dtype in HALVES else dtype) is not None
 
 

@@ -47,7 +47,7 @@ def multiplied(a: Tensor, b: Tensor, form: str, out: Tensor | None, alpha: float
 
 
 def _are_plain(*tensors: Tensor) -> bool:
-    """Whether these are elements of one dtype in the host's memory, of which nothing but their product is wanted."""
+    """Return whether these are elements of one dtype in the host's memory, of which nothing but their product is wanted."""
     import torch
 
     if (
@@ -71,7 +71,7 @@ def _are_plain(*tensors: Tensor) -> bool:
 
 @cache
 def _has_torchs_product(kind: type[Tensor]) -> bool:
-    """Whether torch multiplies tensors of this type as it does its own: parameters of every kind, unless they say otherwise."""
+    """True if torch multiplies tensors of this type as it does its own: parameters of every kind, unless they say otherwise."""
     import torch
 
     overrides_nothing = kind.__torch_function__ is torch.nn.Parameter.__torch_function__

@@ -35,7 +35,7 @@ class GatheredBehind(Pending):
 
     @property
     def done(self) -> bool:
-        """Whether every piece has arrived."""
+        """Return whether every piece has arrived."""
         return self._coming is None and self._posted == len(self._rounds)
 
     def step(self) -> None:
@@ -94,7 +94,7 @@ class BehindQueue:
         return found
 
     def __bool__(self) -> bool:
-        """Whether something is not waited for yet: alike on all ranks, whatever has arrived."""
+        """Return whether something is not waited for yet: alike on all ranks, whatever has arrived."""
         return bool(self._waiting)
 
     def start(

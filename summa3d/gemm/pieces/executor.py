@@ -75,7 +75,7 @@ class PiecedOperand:
         return slice(*part) if self.dim == 0 else (slice(None), slice(*part))
 
     def _landing(self, part: DimRange) -> Array:
-        """Where a range of the gathered block is received."""
+        """Return where a range of the gathered block is received."""
         return self.array[self._at(part)] if self.dim == 0 else self._adjacent(part)
 
     def _adjacent(self, part: DimRange) -> Array:
@@ -255,7 +255,7 @@ class StartedProduct(Pending):
 
     @property
     def done(self) -> bool:
-        """Whether C was waited for."""
+        """Return whether C was waited for."""
         return self._ended
 
     def wait(self) -> Array:
@@ -355,7 +355,7 @@ class PiecedProduct:
     def _places(
         self, out: Array, beta: Any, cells: Sequence[SumCell]
     ) -> tuple[list[CellMemory], Callable[[], Callable[[], object]]]:
-        """Where products of C go, and what starts their sums, and returns what ends them."""
+        """Buffers for products of C, and the function that starts their sums and returns what ends them."""
         z, (m, n), dim = self._z, self._moves["c"].whole, self.plan.c_fine
         whole = {"m": (0, m), "n": (0, n)}
         if m * n == 0:

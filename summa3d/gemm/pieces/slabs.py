@@ -31,7 +31,7 @@ class StartedSums(Pending):
 
     @property
     def done(self) -> bool:
-        """Whether every piece has been summed."""
+        """Return whether every piece has been summed."""
         return all(one.done for one in self._sums)
 
     def wait(self) -> Array:

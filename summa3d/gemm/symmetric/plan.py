@@ -54,7 +54,7 @@ class SymmetricPlan(PlannedWords):
 
     @cached_property
     def work(self) -> SymmetricWork:
-        """What each rank multiplies."""
+        """Products of each rank."""
         if self.way == RING:
             return ring(self.space, self.x, self.y, self.n, self.k)
         return pairs(self.space, self.x, self.y, self.z, self.n, self.k)
@@ -66,17 +66,17 @@ class SymmetricPlan(PlannedWords):
 
     @property
     def turned(self) -> bool:
-        """Whether A is stored as k×n."""
+        """Return whether A is stored as k×n."""
         return self.form[0] != "n"
 
     @property
     def is_hermitian(self) -> bool:
-        """Whether C is op(A)·op(A)ᴴ of complex numbers."""
+        """Return whether C is op(A)·op(A)ᴴ of complex numbers."""
         return "c" in self.form
 
     @cached_property
     def fetch(self) -> Redistribution:
-        """How A comes to who multiplies it."""
+        """Move of A to the ranks that multiply it."""
         points = self.space.points
         source = Placement(self.a.layout, self.space.shape, points)
         return Redistribution(self.a.shape, source, GatheredParts(self.work, points, self.turned))
@@ -117,7 +117,7 @@ class SymmetricPlan(PlannedWords):
 
     @property
     def sums(self) -> bool:
-        """Whether any block of C is made by several ranks, which add theirs."""
+        """Return whether any block of C is made by several ranks, which add theirs."""
         return bool((self.work.summands > 1).any())
 
     def workspace_of(self, rank: int) -> int:

@@ -40,7 +40,7 @@ class _ContextAttention(Function):
 
 
 def within(tiles: list[Tile], part: BlockPart) -> list[Tile]:
-    """What of tiles has its keys in a part of a block."""
+    """Parts of tiles whose keys lie in a part of a block."""
     first, behind = part.positions.start, part.positions.stop
     keys = [slice(max(tile.keys.start, first), min(tile.keys.stop, behind)) for tile in tiles]
     return [tile._replace(keys=own) for tile, own in zip(tiles, keys, strict=True) if own.start < own.stop]

@@ -48,7 +48,7 @@ class RingMoves:
         self.axis = axis
 
     def kept(self, kv: Tensor) -> Tensor:
-        """What backward needs: the own block."""
+        """Tensor that backward needs: the own block."""
         return kv
 
     def blocks(self, kv: Tensor) -> Iterator[tuple[int, BlockPart, Tensor]]:
@@ -112,7 +112,7 @@ class GatherMoves:
         self._whole: Tensor | None = None
 
     def kept(self, kv: Tensor) -> Tensor:
-        """What backward needs: all blocks."""
+        """Tensor that backward needs: all blocks."""
         whole, self._whole = self._whole, None
         assert whole is not None
         return whole

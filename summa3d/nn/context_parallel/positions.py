@@ -12,7 +12,7 @@ from .split import ContextSplit
 
 
 def part_of(whole: Tensor, split: ContextSplit, dim: int = 1) -> Tensor:
-    """What a context holds of a tensor whose dim `dim` has all positions: a view, where they are consecutive."""
+    """Part on a context of a tensor whose dim `dim` has all positions: a view, where they are consecutive."""
     return whole if split.size == 1 else taken(whole, split.runs(whole.shape[dim]), dim)
 
 
@@ -32,7 +32,7 @@ def indices(runs: Iterable[range], device: torch.device | None = None) -> Tensor
 
 
 def order(split: ContextSplit, sequence: int, device: torch.device | None = None) -> Tensor:
-    """Where each global position lies when what the contexts hold stands one after the other.
+    """Return where each global position lies when what the contexts hold stands one after the other.
 
     >>> order(ContextSplit(2), 8)
     tensor([0, 1, 4, 5, 6, 7, 2, 3])

@@ -49,31 +49,31 @@ class ContextSplit:
 
     @property
     def heads(self) -> int:
-        """How many consecutive contexts exchange heads among themselves."""
+        """Number of consecutive contexts that exchange heads among themselves."""
         return self.size if self.options.kind == "heads" or self.size == 1 else self.options.heads
 
     @property
     def rings(self) -> int:
-        """How many blocks of a sequence attend to each other."""
+        """Number of blocks of a sequence that attend to each other."""
         return self.size // self.heads
 
     @property
     def folded(self) -> bool:
-        """Whether a block is two parts of the sequence."""
+        """Return whether a block is two parts of the sequence."""
         return self.options.fold and self.rings > 1
 
     @property
     def turn(self) -> int:
-        """Which block of a sequence this context's group holds."""
+        """Return which block of a sequence this context's group holds."""
         return self.index // self.heads
 
     def role(self, index: int) -> tuple[bool, bool]:
-        """Whether the group of context `index` holds the first block of a sequence, and whether it holds the last."""
+        """Return whether the group of context `index` holds the first block of a sequence, and whether it holds the last."""
         return index < self.heads, index >= self.size - self.heads
 
     @property
     def multiple(self) -> int:
-        """What must divide the length of a sequence."""
+        """Number that must divide the length of a sequence."""
         return lcm(self.size, self.rings * (1 + self.folded))
 
     @property
@@ -82,7 +82,7 @@ class ContextSplit:
         return replace(self, size=self.rings, index=self.turn, options=ContextOptions(fold=self.options.fold))
 
     def local(self, sequence: int) -> int:
-        """How many of `sequence` positions a context holds."""
+        """Number of `sequence` positions on a context."""
         return sequence // self.size
 
     def runs(self, sequence: int) -> tuple[range, ...]:
@@ -121,7 +121,7 @@ class ContextSplit:
         raise GridError(f"A sequence has the positions 0 to {sequence - 1}; position {position} is asked for.")
 
     def tiles(self, source: int, length: int, causal: bool = True) -> list[Tile]:
-        """Which queries of this group's block attend to which keys of block `source`, of `length` positions both."""
+        """Return which queries of this group's block attend to which keys of block `source`, of `length` positions both."""
         whole, half = slice(0, length), length // 2
         if not causal or source == self.turn:
             return [Tile(whole, whole, causal)]

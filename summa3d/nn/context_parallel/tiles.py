@@ -69,12 +69,12 @@ def gradients(
 
 
 def _triangle(q: Tensor, k: Tensor) -> Tensor:
-    """Which keys of equal positions a causal query may attend to."""
+    """Return which keys of equal positions a causal query may attend to."""
     return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores: 0, or −∞ where a query may not attend."""
+    """Mask that is added to scores: 0, or −∞ where a query may not attend."""
     return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, -math.inf)
 
 
@@ -244,7 +244,7 @@ def _times(heads: slice, shared: int) -> slice:
 
 
 def _of_piece(allowed: Tensor | None, part: BlockPart, piece: TilePiece) -> Tensor | None:
-    """What a piece of a part may attend to, of what a tile may."""
+    """Keys that a piece of a part may attend to, of what a tile may."""
     if allowed is None:
         return None
     rows = allowed[part.rows][piece.rows] if len(allowed) > 1 else allowed

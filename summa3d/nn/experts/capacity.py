@@ -38,7 +38,7 @@ class Capacity:
         return ceil(self.factor * self.config.num_chosen * sequence / self.config.num_experts)
 
     def taken(self, choices: Tensor, batch: Batch) -> tuple[Tensor, np.ndarray]:
-        """Whether each of this rank's choices [b, s, k], in the order of positions, is taken; and the counts of them.
+        """Return whether each of this rank's choices [b, s, k], in the order of positions, is taken; and the counts of them.
 
         These are, for each of its sequences, whole, how many tokens chose each expert, [b, E].
         """

@@ -44,7 +44,7 @@ class GivenLoad:
 
     @property
     def by_rank(self) -> bool:
-        """Whether each rank and micro-batch has counts of its own."""
+        """Return whether each rank and micro-batch has counts of its own."""
         return self.counts.ndim > 2
 
     def members(

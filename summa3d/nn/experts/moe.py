@@ -147,7 +147,7 @@ class MoE(nn.Module):
         return mine, gathered.sum(1)
 
     def _balanced(self, routing: Routing, sequences: int) -> tuple[np.ndarray, np.ndarray]:
-        """What `_counts` returns and moves in a dry run, in which nobody knows where tokens go: as many to each expert.
+        """Result of `_counts`, and its moves, in a dry run, in which nobody knows where tokens go: as many to each expert.
 
         `load`, where it is given, says how many of each member of the plane instead, by micro-batch.
         """
@@ -164,7 +164,7 @@ class MoE(nn.Module):
         return np.zeros((sequences, experts), np.int64), everyone
 
     def _sequences(self, batch: Batch) -> int:
-        """How many sequences this rank holds parts of."""
+        """Number of sequences of which this rank holds parts."""
         context = self.context
         block = context.residual.local_shape(
             (batch.rows, batch.sequence, self.config.hidden), context.grid.shape, context.grid.coordinates
@@ -208,7 +208,7 @@ class MoE(nn.Module):
         return conjugate(rows, _taken(place), _put(place))
 
     def _returned(self, rows: Tensor, take: Tensor, plan: DispatchPlan, tokens: int) -> Tensor:
-        """What the experts of this rank's tokens return, [t, k, h/Z], for what this rank's experts do; 0 for others."""
+        """Outputs of the experts of this rank's tokens, [t, k, h/Z], for what this rank's experts do; 0 for others."""
         place = torch.from_numpy(plan.place).to(rows.device)
         rows = self._exchanged(conjugate(rows, _put(place), _taken(place)), plan.received, plan.sent)
         chosen = self.config.num_chosen

@@ -111,7 +111,7 @@ class AttentionCore(nn.Module):
         return self.dropout(scores.softmax(-1), (self.heads, s, s), batch, runs=self._held(s, q.shape[1])) @ v
 
     def _held(self, s: int, heads: int) -> dict[int, Sequence[range]]:
-        """What this rank holds of the dims [heads, queries, keys] beside what the layout says."""
+        """Part on this rank of the dims [heads, queries, keys] beside what the layout says."""
         contexts, grid = self.context.contexts, self.context.grid
         if contexts.rings > 1:
             return {1: contexts.group.runs(s)}
@@ -123,7 +123,7 @@ class AttentionCore(nn.Module):
 
 
 def _of_tile(mask: TokenMask | None, split: ContextSplit, s: int, tile: Tile, source: int) -> Tensor | None:
-    """Which keys the queries of a tile may attend to, beside causality; None without a mask."""
+    """Return which keys the queries of a tile may attend to, beside causality; None without a mask."""
     if mask is None:
         return None
     queries, keys = split.runs_of(tile.queries, s), replace(split, index=source).runs_of(tile.keys, s)

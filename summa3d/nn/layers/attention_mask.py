@@ -24,7 +24,7 @@ class TokenMask:
 
     @property
     def device(self) -> torch.device | None:
-        """Where its tensors lie."""
+        """Return where its tensors lie."""
         return next((one.device for one in (self.documents, self.tokens) if one is not None), None)
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:

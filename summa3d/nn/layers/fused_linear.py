@@ -95,7 +95,7 @@ def _are_even(linears: Sequence[Linear]) -> bool:
 
 
 def have_like_items(*linears: Linear) -> bool:
-    """Whether the outputs of linear layers have as many items that stay together, so that any split of one splits the others."""
+    """True if the outputs of linear layers have as many items that stay together, so that any split of one splits the others."""
     return len({linear.n // linear.together for linear in linears}) == 1
 
 

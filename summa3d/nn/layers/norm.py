@@ -21,7 +21,7 @@ from .joint_sums import VectorSum
 
 
 def _uses_torch_layer_norm(x: Tensor, columns: Axis) -> bool:
-    """Whether torch's layer norm can be used: no axis splits a row, statistics have x's dtype, and x is on the host."""
+    """Return whether torch's layer norm can be used: no axis splits a row, statistics have x's dtype, and x is on the host."""
     return columns.size == 1 and x.dtype in (torch.float32, torch.float64) and dispatch.kernels_for(x) is reference
 
 

@@ -49,7 +49,7 @@ class NewtonSchulz(NamedTuple):
 
 
 def averaged(gradient: Tensor, momentum: Tensor, rate: float, nesterov: bool) -> Tensor:
-    """What is orthogonalised: M ← μM + (1−μ)G, in place, and that, or with `nesterov` μM + (1−μ)G of the new M. A new tensor.
+    """Matrix to orthogonalise: M ← μM + (1−μ)G, in place, and that, or with `nesterov` μM + (1−μ)G of the new M. A new tensor.
 
     rate : μ
     """

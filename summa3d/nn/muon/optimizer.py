@@ -124,7 +124,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _averaged(self, p: ShardedParameter, group: Mapping[str, Any]) -> Tensor:
-        """What is orthogonalised of a weight; updates its momentum. Zeros where there is no gradient."""
+        """The matrix to orthogonalise for a weight; updates its momentum. Zeros where there is no gradient."""
         if p.grad is None:
             return torch.zeros_like(p)
         state = self.state[p]

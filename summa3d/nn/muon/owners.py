@@ -164,12 +164,12 @@ class OwnersPlan:
 
     @cached_property
     def collects(self) -> bool:
-        """Whether any owner lacks elements of a matrix."""
+        """Return whether any owner lacks elements of a matrix."""
         return any(piece.sender != piece.receiver for number, owner in self._owned() for piece in self.collected(owner, number))
 
     @cached_property
     def returns(self) -> bool:
-        """Whether a member holds elements of a matrix that it does not compute."""
+        """Return whether a member holds elements of a matrix that it does not compute."""
         return any(piece.sender != piece.receiver for number, owner in self._owned() for piece in self.delivered(owner, number))
 
     def _owned(self) -> Iterator[tuple[int, int]]:
@@ -221,5 +221,5 @@ def _between(runs: Runs, first: int, last: int) -> Runs:
 
 
 def _is_of_stage(layout: Layout, at: Mapping[str, int]) -> bool:
-    """Whether the stage of a pipeline that lies there holds a tensor; without a pipeline, it does."""
+    """Return whether the stage of a pipeline that lies there holds a tensor; without a pipeline, it does."""
     return "pp" not in layout.root_only or at["pp"] in dict(layout.at).get("pp", (0,))

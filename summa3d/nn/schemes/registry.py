@@ -64,7 +64,7 @@ def row_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def is_sequence_fine(layout: Layout) -> bool:
-    """Whether an activation [b, s, n] of a cuboid has its fine split on s (residual stream) or on n (inside a branch), not on b.
+    """True if an activation [b, s, n] of a cuboid has its fine split on s (residual stream) or on n (inside a branch), not on b.
 
     >>> is_sequence_fine(Layout("b:x s:y h:z")), is_sequence_fine(Layout("b:(x,y) s h:z"))
     (True, False)
@@ -108,7 +108,7 @@ def agarwal(layout: Layout, form: str, m: int, n: int, k: int) -> AgarwalPlan:
 
 
 def _lines(shape: Mapping[str, int]) -> int:
-    """How many axes have more than one rank."""
+    """Number of axes with more than one rank."""
     return sum(size > 1 for size in shape.values())
 
 

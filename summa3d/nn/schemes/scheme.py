@@ -45,7 +45,7 @@ class UnevenRows:
 
     @property
     def total(self) -> int:
-        """How many rows they are."""
+        """Number of rows."""
         return self.batch * self.sequence
 
 
@@ -163,7 +163,7 @@ class Scheme:
         return Layout(columns, root_only=layout.root_only, grains=grains)
 
     def whole_columns(self, items: int, size: int) -> int:
-        """How many columns within a branch stay together, where items of `size` columns do.
+        """Number of columns within a branch that stay together, where items of `size` columns do.
 
         1 where the axes that split the columns divide the items: then any balanced split keeps them whole.
         """
@@ -188,7 +188,7 @@ class Scheme:
 
     @property
     def lookup(self) -> Lookup:
-        """How an embedding looks up its table: the table's fine axis is all-gathered where it splits the tokens as well."""
+        """Kind of an embedding's look-up: the table's fine axis is all-gathered where it splits the tokens as well."""
         split, rows = self.table(self.residual).dims[0], row_axes(self.residual)
         gathered = split[-1:] if split[-1] in rows else ()
         part = split[: len(split) - len(gathered)]

@@ -29,7 +29,7 @@ class Need:
         return prod(shape[axis] for axis in self.axes)
 
     def met(self, shape: Mapping[str, int]) -> bool:
-        """Whether the dim splits evenly on a grid of `shape`."""
+        """Return whether the dim splits evenly on a grid of `shape`."""
         return self.size % self.num_shards(shape) == 0
 
 

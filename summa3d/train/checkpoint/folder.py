@@ -66,13 +66,13 @@ class Checkpoint:
 
     @property
     def blas(self) -> BlasRule | None:
-        """What multiplied host tensors in the steps before; None where an earlier version wrote the checkpoint."""
+        """Library that multiplied host tensors in the steps before; None where an earlier version wrote the checkpoint."""
         found = self.index["written_on"].get("blas")
         return None if found is None else BlasRule(**found)
 
     @property
     def has_moments(self) -> bool:
-        """Whether the checkpoint holds the optimizer's state; an imported checkpoint holds weights only."""
+        """Return whether the checkpoint holds the optimizer's state; an imported checkpoint holds weights only."""
         return any(name.startswith("optimizer.") for name in self.index["tensors"])
 
     @property
@@ -275,7 +275,7 @@ def read(path: Path, comm: MPI.Intracomm, form: str = contents.FORMAT) -> Checkp
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Where the files of the checkpoint step-N are until it is published."""
+    """Return where the files of the checkpoint step-N are until it is published."""
     return folder / f".tmp-step-{step}"
 
 

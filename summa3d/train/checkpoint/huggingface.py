@@ -222,7 +222,7 @@ def run_of(saved: checkpoint.Checkpoint) -> Path | None:
 
 
 def is_in(run: Path, file: Path) -> bool:
-    """Whether this is a file of a run folder, and no link that leads out of it."""
+    """Return whether this is a file of a run folder, and no link that leads out of it."""
     return file.is_file() and Path(os.path.realpath(file)).is_relative_to(os.path.realpath(run))
 
 

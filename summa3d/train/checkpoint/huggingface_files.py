@@ -33,7 +33,7 @@ class Entry:
 
 
 def is_inside(name: object) -> bool:
-    """Whether a file's name in an index is that of one below the index's folder."""
+    """Return whether a file's name in an index is that of one below the index's folder."""
     return isinstance(name, str) and "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 

@@ -130,7 +130,7 @@ def _sharding(tensor: torch.Tensor) -> Sharding:
 
 
 def _moments(module: nn.Module, optimizer: Optimizer) -> list[shards.TensorBlock]:
-    """What an optimizer keeps of each parameter that has the parameter's shape."""
+    """State of an optimizer that has its parameter's shape, for each parameter."""
     return [
         shards.TensorBlock(f"optimizer.{key}.{name}", value, _sharding(p))
         for name, p in module.named_parameters()

@@ -58,7 +58,7 @@ def write(path: Path, blocks: Sequence[TensorBlock], grid: BaseGrid) -> dict[str
 
 
 def files_and_tensors(blocks: Iterable[TensorBlock], entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What an index has of all files, and of all global tensors: shape, dtype, and the slices that each file holds."""
+    """Entries of an index for all files, and for all global tensors: shape, dtype, and the slices that each file holds."""
     table: dict[str, Any] = {
         block.name: {"shape": list(block.sharding.shape), "dtype": dtype_name(block.tensor), "pieces": []} for block in blocks
     }

@@ -80,7 +80,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether this rank's thread is at work."""
+        """Return whether this rank's thread is at work."""
         return self._saving is not None and self._saving.work is not None and not self._saving.work.done()
 
     def save(

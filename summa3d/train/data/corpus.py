@@ -172,7 +172,7 @@ def fingerprint(parts: dict[str, list[Document]], config: DataConfig) -> str:
 
 
 def held_out(name: str, part: float) -> bool:
-    """Whether the file `name` belongs to the validation part, which is the fraction `part` of all names; a hash decides.
+    """Return whether the file `name` belongs to the validation part, which is the fraction `part` of all names; a hash decides.
 
     >>> [held_out(name, 0.5) for name in ("a.py", "b.py", "c.py", "d.py")]
     [False, True, False, True]
@@ -300,7 +300,7 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
 
 
 def tokenizer_bytes(path: Path) -> bytes:
-    """What is in a tokenizer.json. Raises DataError where it is none that the tokenizers library can read."""
+    """Contents of a tokenizer.json. Raises DataError where it is none that the tokenizers library can read."""
     try:
         data = bytes_of(path)
         _tokenizers().Tokenizer.from_str(data.decode())

@@ -188,7 +188,7 @@ def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -
 
 
 def _labelled(folder: Path, label: dict[str, object]) -> bool:
-    """Whether `folder` holds the token files of the corpus with this format and fingerprint."""
+    """Return whether `folder` holds the token files of the corpus with this format and fingerprint."""
     try:
         found = read_json(folder / LABEL)
     except (OSError, ValueError):
