@@ -77,12 +77,12 @@ def library() -> Library:
         return _numpys("the extra mkl, faster on Intel's processors, is not installed")
     if not wanted and not _has("GenuineIntel"):
         return _numpys(f"the processor is not Intel's; {VARIABLE}=mkl takes the MKL that is installed")
-    found = _mkl(file, f"{VARIABLE}=mkl" if wanted else "installed here, and the processor is Intel's")
-    if found is None or _checked(found.handle, "float64") is None:
+    result = _mkl(file, f"{VARIABLE}=mkl" if wanted else "installed here, and the processor is Intel's")
+    if result is None or _checked(result.handle, "float64") is None:
         if wanted:
             raise ConfigError(f"{VARIABLE}=mkl, but {file} cannot be used: its OpenMP runtime is missing, or a product is wrong.")
         return _numpys("MKL is installed but cannot be used")
-    return found
+    return result
 
 
 class BlasRule(NamedTuple):
@@ -162,7 +162,7 @@ def _said(handle: Any, name: str) -> str | None:
 def _own(handle: Any, name: str) -> Any:
     """OpenBLAS's own function of this name; None for another BLAS."""
     names = [f"{before}{name}{after}" for before, after in OPENBLAS_NAMES]
-    return next((function for one in names if (function := getattr(handle, one, None)) is not None), None)
+    return next((function for name in names if (function := getattr(handle, name, None)) is not None), None)
 
 
 def follow_threads(count: int) -> None:
@@ -216,12 +216,12 @@ def rank_k(dtype: str, form: str) -> Rank_k | None:
 def _named(wanted: str) -> Library:
     try:
         handle = _mkl(Path(wanted), f"{VARIABLE} names it") if "mkl_rt" in Path(wanted).name else None
-        found = handle or Library(Path(wanted).name, f"{VARIABLE} names it", ctypes.CDLL(wanted))
+        result = handle or Library(Path(wanted).name, f"{VARIABLE} names it", ctypes.CDLL(wanted))
     except OSError as error:
         raise ConfigError(f"{VARIABLE}={wanted} cannot be loaded: {error}.\n  {TAKES}") from None
-    if _checked(found.handle, "float64") is None:
+    if _checked(result.handle, "float64") is None:
         raise ConfigError(f"{VARIABLE}={wanted} has no cblas_dgemm that computes correct products.\n  {TAKES}")
-    return found
+    return result
 
 
 def _numpys(reason: str) -> Library:
@@ -272,8 +272,8 @@ def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def _family() -> int | None:
     """The processor's family: of AMD's with AVX-512, 25 is Zen 4 and 26 is Zen 5."""
-    found = re.search(r"cpu family\s*:\s*(\d+)", _processor())
-    return int(found[1]) if found else None
+    result = re.search(r"cpu family\s*:\s*(\d+)", _processor())
+    return int(result[1]) if result else None
 
 
 def _has(word: str) -> bool:

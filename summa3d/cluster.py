@@ -222,20 +222,22 @@ def read_text(text: str, name: str) -> Cluster:
 def read(table: Mapping[str, Any], name: str) -> Cluster:
     """The cluster of a parsed TOML table; raises as `load` does."""
     levels = table.get("level", [])
-    named = isinstance(levels, list) and all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in levels)
+    named = isinstance(levels, list) and all(
+        isinstance(level, Mapping) and isinstance(level.get("name"), str) for level in levels
+    )
     flat = dict(_flat({key: value for key, value in table.items() if key not in ("level", *ABOUT)}))
     if not levels or not named:
-        more = f" It lacks {', '.join(found)} too. {TEMPLATE}" if (found := _lacking(flat, ())) else ""
+        more = f" It lacks {', '.join(lacking)} too. {TEMPLATE}" if (lacking := _lacking(flat, ())) else ""
         raise ClusterError(f"cluster {name} needs tables [[level]], each with a name: its links, from the innermost.{more}")
     level_names = tuple(level["name"] for level in levels)
-    for key, text in (("name", table.get("name", name)), *(("level.name", one) for one in level_names)):
+    for key, text in (("name", table.get("name", name)), *(("level.name", name) for name in level_names)):
         if not (isinstance(text, str) and text.isprintable() and 0 < len(text) <= LONGEST_NAME):
             raise ClusterError(
                 f"cluster {name}: {key} = {text!r} is no name; it takes one line of at most {LONGEST_NAME} printable characters."
             )
-    for one in level_names:
-        if level_names.count(one) > 1:
-            raise ClusterError(f"cluster {name}: two levels are named {one}; each needs a name of its own.")
+    for item in level_names:
+        if level_names.count(item) > 1:
+            raise ClusterError(f"cluster {name}: two levels are named {item}; each needs a name of its own.")
     for level in levels:
         flat |= {f"{level['name']}.{key}": value for key, value in level.items() if key != "name"}
     limits = _limits(level_names)
@@ -295,7 +297,7 @@ def _lacking(flat: Mapping[str, Any], level_names: Sequence[str]) -> list[str]:
 
 def _numbers(name: str, flat: Mapping[str, Any], limits: Mapping[str, Range]) -> dict[str, Number]:
     """The numbers of a file; raises one ClusterError for all that are none."""
-    found, wrong = {}, []
+    result, wrong = {}, []
     for key, given in flat.items():
         table = given if isinstance(given, Mapping) else {}
         value, source = table.get("value"), table.get("source")
@@ -308,11 +310,11 @@ def _numbers(name: str, flat: Mapping[str, Any], limits: Mapping[str, Range]) ->
             number = float(table["value"])
         except OverflowError:  # an integer of hundreds of digits
             number = inf
-        found[key] = Number(number, str(source), str(table.get("from", "")))
+        result[key] = Number(number, str(source), str(table.get("from", "")))
     if wrong:
         takes = f'{"takes" if len(wrong) == 1 else "take"} {{value = …, source = …, from = "…"}}'
         raise ClusterError(f"cluster {name}: {', '.join(wrong)} {takes} with a source of {', '.join(SOURCES)}.")
-    return found
+    return result
 
 
 def _checked(name: str, level_names: tuple[str, ...], numbers: Mapping[str, Number]) -> Cluster:

@@ -66,11 +66,11 @@ def from_json(text: str | bytes) -> Any:
     """The value of a JSON text. Raises ValueError, also where it is nested too deeply, or a number is too large."""
     digits = HUGE.search(text if isinstance(text, str) else text.decode("latin-1"))
     try:
-        found = json.loads(text, parse_int=_whole_number if digits else None)
+        result = json.loads(text, parse_int=_whole_number if digits else None)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     braces = (b"{", b"[") if isinstance(text, bytes) else ("{", "[")
-    return _not_too_deep(found) if sum(map(text.count, braces)) > DEEPEST else found  # type: ignore[arg-type]
+    return _not_too_deep(result) if sum(map(text.count, braces)) > DEEPEST else result  # type: ignore[arg-type]
 
 
 def whole(text: str | bytes) -> int | None:
@@ -130,8 +130,8 @@ def _not_too_deep(value: Any) -> Any:
     """The value of a file. Raises ValueError where its tables and lists have more than DEEPEST levels."""
     level, depth = [value], 0
     while level:
-        inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list)))
-        level, depth = [one for some in inner for one in some if isinstance(one, (dict, list))], depth + 1
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list)))
+        level, depth = [item for some in inner for item in some if isinstance(item, (dict, list))], depth + 1
         if depth > DEEPEST:
             raise ValueError("it is nested too deeply")
     return value
@@ -233,6 +233,6 @@ def rename_folder(new: Path, folder: Path, last: str) -> None:
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        for file in sorted(new.iterdir(), key=lambda one: one.name == last):
+        for file in sorted(new.iterdir(), key=lambda item: item.name == last):
             os.replace(file, folder / file.name)
         new.rmdir()

@@ -107,8 +107,8 @@ def scatter_from(whole: Tensor, axis: Axis, root: int, sizes: Sequence[int]) -> 
         return axis.all_to_all(whole.detach() if here else whole.detach()[:0], 0, sizes if here else nothing, own)
 
     def gather(block: Tensor) -> Tensor:  # zeros of the joined shape elsewhere than on the root
-        found: Tensor = axis.all_to_all(block.detach(), 0, own, sizes if here else nothing)
-        return found if here else found.new_zeros(sum(sizes), *found.shape[1:])
+        result: Tensor = axis.all_to_all(block.detach(), 0, own, sizes if here else nothing)
+        return result if here else result.new_zeros(sum(sizes), *result.shape[1:])
 
     return conjugate(whole, scatter, gather)
 

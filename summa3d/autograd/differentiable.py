@@ -231,8 +231,8 @@ class ShardedProduct(Product):
 
     def _gathered(self, b: Tensor, forward: bool) -> Tensor:
         source = self.in_flight.source
-        found = None if source is None else source.prefetcher.gather(source, forward, b, self._start)
-        whole: Tensor = self.plane.ledger.track(self._start(b).wait() if found is None else found)
+        result = None if source is None else source.prefetcher.gather(source, forward, b, self._start)
+        whole: Tensor = self.plane.ledger.track(self._start(b).wait() if result is None else result)
         return whole.t() if self.transposed else whole
 
 
@@ -379,7 +379,7 @@ class PiecedCuboidProduct(GatheredProduct):
         """Start a gradient's product of dC and the other operand, which is gathered already where it is `here`."""
         blocks = dict(zip("ab", gradient.ordered(shared.block, other), strict=True))
         gathered = zip("ab", gradient.ordered(shared.whole, here), strict=True)
-        started = executor.start_in_pieces(blocks, {name: one for name, one in gathered if one is not None}, view=True)
+        started = executor.start_in_pieces(blocks, {name: item for name, item in gathered if item is not None}, view=True)
         shared.whole = started.gathered["a" if gradient.c_first else "b"]
         return started
 
@@ -455,7 +455,7 @@ class ExecutedProduct(Product):
     def __init__(self, plan: ProductPlan, grid: BaseGrid, rows: Axis | None = None, workspace: Workspace | None = None) -> None:
         super().__init__(plan, rows)
         workspace, plans = workspace or Workspace(grid), (plan, *gradient_plans(plan))
-        self.executor, self._grad_a, self._grad_b = (algorithm_of(one).executor(one, grid, workspace) for one in plans)
+        self.executor, self._grad_a, self._grad_b = (algorithm_of(plan).executor(plan, grid, workspace) for plan in plans)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block and both shards."""
@@ -486,7 +486,7 @@ class AnyLayoutProduct(Product):
         self.executor = AnyProduct(plan, [grid])
         operands = ((self.of_a, plan.b, plan.a), (self.of_b, plan.a, plan.b))
         self.plans = [_any_gradient(plan, grid, gradient, other, own) for gradient, other, own in operands]
-        self._grad_a, self._grad_b = (AnyProduct(one, [grid]) for one in self.plans)
+        self._grad_a, self._grad_b = (AnyProduct(plan, [grid]) for plan in self.plans)
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block and both operands' blocks."""

@@ -29,7 +29,7 @@ class EinsumProduct:
             raise GridError(f"{plan!r} is one of two grids; products with gradients live on one.")
         self.plan, self.executor = plan, AnyProduct(plan, [grid])
         self.plans = (_gradient(plan, grid, plan.b, plan.a), _gradient(plan, grid, plan.a, plan.b))
-        self._gradients = tuple(AnyProduct(one, [grid]) for one in self.plans)
+        self._gradients = tuple(AnyProduct(plan, [grid]) for plan in self.plans)
         self._agreed: set[object] = set()
 
     def agree(self, a: Tensor, b: Tensor) -> None:
@@ -58,8 +58,8 @@ class EinsumProduct:
 
     def gradient(self, operand: int, c: Tensor, other: Tensor) -> Tensor:
         """The gradient of A (0) or B (1), complete: of this rank's blocks of dC and of the other operand."""
-        found: Tensor = self._gradients[operand].run(c, other.conj().resolve_conj())
-        return found
+        result: Tensor = self._gradients[operand].run(c, other.conj().resolve_conj())
+        return result
 
 
 def _gradient(plan: AnyPlan, grid: BaseGrid, other: Owned, own: Owned) -> AnyPlan:
@@ -74,8 +74,8 @@ class _Einsum(Function):
     def forward(ctx: Any, a: Tensor, b: Tensor, product: EinsumProduct) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.product = product
-        found: Tensor = product.executor.run(a, b)
-        return found
+        result: Tensor = product.executor.run(a, b)
+        return result
 
     @staticmethod
     @once_differentiable

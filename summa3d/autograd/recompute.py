@@ -65,13 +65,13 @@ class _Recompute(Function):
             with weights_in(ctx.places, weights):
                 ends = _edges(ctx.run(*inputs))
         wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]
-        found = iter(torch.autograd.grad(ends, wanted, grads, allow_unused=True))  # this graph has no postponed weights
-        return None, None, None, None, *(next(found) if need else None for need in needs)
+        result = iter(torch.autograd.grad(ends, wanted, grads, allow_unused=True))  # this graph has no postponed weights
+        return None, None, None, None, *(next(result) if need else None for need in needs)
 
 
 def _edges(outputs: Result) -> list[GradientEdge]:
     """The ends of a graph: only these are needed, and the outputs are freed."""
-    return [get_gradient_edge(one) for one in (outputs if isinstance(outputs, tuple) else (outputs,))]
+    return [get_gradient_edge(item) for item in (outputs if isinstance(outputs, tuple) else (outputs,))]
 
 
 def recompute(

@@ -77,7 +77,7 @@ class Trial:
     @property
     def measured(self) -> MeasuredTime:
         """The sample with the medians of its rounds."""
-        seconds, wall = (median(one) for one in zip(*self.rounds, strict=True))
+        seconds, wall = (median(item) for item in zip(*self.rounds, strict=True))
         return self.sample._replace(seconds=seconds / self.divided, wall=wall)
 
 
@@ -175,14 +175,14 @@ class Calibration:
         sizes, size = [prod(shape) for shape in read], prod(written)
         many = min(MOST, inputs.shape[0] // sum(sizes), outputs.shape[0] // size)
         if many < 2:
-            found = [[self.array(shape, dtype) for shape in (*read, written)]]
+            result = [[self.array(shape, dtype) for shape in (*read, written)]]
         else:
-            found = [[*parts(inputs[at * sum(sizes) :], read), *parts(outputs[at * size :], [written])] for at in range(many)]
+            result = [[*parts(inputs[at * sum(sizes) :], read), *parts(outputs[at * size :], [written])] for at in range(many)]
         if tensors:
             import torch
 
-            found = [[torch.from_numpy(array) for array in arrays] for arrays in found]
-        return cycle(found)
+            result = [[torch.from_numpy(array) for array in arrays] for arrays in result]
+        return cycle(result)
 
     # -- one rank's arithmetic -----------------------------------------------------------------------------------------------
 
@@ -190,9 +190,9 @@ class Calibration:
         """Products of growing cubes and of thin shapes, through what multiplies blocks; and one of a single element."""
         for dtype in FULL:
             for side in SIDES:
-                found = self.product(side, side, side, dtype)
-                yield found
-                if 8 * found.once > LONGEST:
+                result = self.product(side, side, side, dtype)
+                yield result
+                if 8 * result.once > LONGEST:
                     break
             for shape in THIN:
                 yield self.product(*shape, dtype)

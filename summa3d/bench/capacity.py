@@ -20,8 +20,8 @@ GIB = 2**30
 
 def available_bytes() -> int | None:
     """The memory that this node can give to new allocations (MemAvailable); None where the system does not say."""
-    found = re.search(r"^MemAvailable: +(\d+) kB$", MEMORY.read_text(), re.MULTILINE) if MEMORY.exists() else None
-    return int(found[1]) * 1024 if found else None
+    result = re.search(r"^MemAvailable: +(\d+) kB$", MEMORY.read_text(), re.MULTILINE) if MEMORY.exists() else None
+    return int(result[1]) * 1024 if result else None
 
 
 def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, check: bool = False, raced: bool = False) -> int:
@@ -74,10 +74,10 @@ def require(nbytes: int, comm: Any) -> None:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     together, most = node.allreduce(nbytes), node.allreduce(nbytes, MPI.MAX)
     node.Free()
-    found = comm.allgather((together, most, available_bytes(), MPI.Get_processor_name()))
-    short = [one for one in found if one[2] is not None and one[0] > one[2]]
+    result = comm.allgather((together, most, available_bytes(), MPI.Get_processor_name()))
+    short = [item for item in result if item[2] is not None and item[0] > item[2]]
     if short:
-        together, most, available, name = max(short, key=lambda one: one[0] - one[2])
+        together, most, available, name = max(short, key=lambda item: item[0] - item[2])
         raise CapacityError(
             f"The product needs up to {most / GIB:,.1f} GiB a rank, {together / GIB:,.1f} GiB on node {name}, which has "
             f"{available / GIB:,.1f} GiB available. More nodes, smaller sizes or a narrower dtype may fit."

@@ -98,56 +98,57 @@ class Fit:
 
     def groups(self) -> dict[str, list[float]]:
         """The errors by what was measured: products, elements, and the moves and messages of each level."""
-        found: dict[str, list[float]] = {}
+        result: dict[str, list[float]] = {}
         for sample, error in self.residuals:
             what = f"{sample.level} {'messages' if sample.message else 'collectives'}" if sample.level else sample.kind
-            found.setdefault(what, []).append(abs(error))
-        return found
+            result.setdefault(what, []).append(abs(error))
+        return result
 
 
 def fit(samples: Sequence[MeasuredTime]) -> Fit:
     """The numbers by which samples are predicted best, none of them negative."""
-    numbers, residuals = _products([one for one in samples if one.kind == "product"])
-    elements = [one for one in samples if one.kind == "elements"]
-    (byte, function, launch), errors = solved([[one.bytes, one.functions, 1.0] for one in elements], elements)
-    quickest = max(one.bytes / one.seconds for one in elements if not one.functions)
+    numbers, residuals = _products([sample for sample in samples if sample.kind == "product"])
+    elements = [sample for sample in samples if sample.kind == "elements"]
+    (byte, function, launch), errors = solved([[element.bytes, element.functions, 1.0] for element in elements], elements)
+    quickest = max(element.bytes / element.seconds for element in elements if not element.functions)
     byte = max(byte, LEAST / quickest)
     bandwidth = max(1 / byte, quickest)
     numbers |= {"device.memory_bandwidth": bandwidth, "elements.efficiency": 1 / byte / bandwidth, "elements.launch": launch}
     numbers["elements.function"] = function
-    attention = [one for one in samples if one.kind == "attention"]
+    attention = [sample for sample in samples if sample.kind == "attention"]
     if attention:
         numbers |= _attention(attention, numbers["peak.float32"], residuals)
-    for one in (one for one in samples if one.kind == "layers"):
-        rest = one.seconds - one.products * numbers["product.launch"] - one.kernels * launch
-        numbers["layers.launch"] = max(0.0, rest / (one.products + one.kernels))
+    for item in (sample for sample in samples if sample.kind == "layers"):
+        rest = item.seconds - item.products * numbers["product.launch"] - item.kernels * launch
+        numbers["layers.launch"] = max(0.0, rest / (item.products + item.kernels))
     residuals += zip(elements, errors, strict=True)
-    moves = [one for one in samples if one.kind == "move"]
-    levels = list(dict.fromkeys(one.level for one in moves))
+    moves = [sample for sample in samples if sample.kind == "move"]
+    levels = list(dict.fromkeys(move.level for move in moves))
     rows = [
-        [part for level in levels for part in ((one.hops, one.bytes) if level == one.level else (0, 0))] + [1.0] for one in moves
+        [part for level in levels for part in ((move.hops, move.bytes) if level == move.level else (0, 0))] + [1.0]
+        for move in moves
     ]
-    found, errors = solved(rows, moves) if moves else ([0.0], [])
+    result, errors = solved(rows, moves) if moves else ([0.0], [])
     for index, level in enumerate(levels):
         numbers |= {
-            f"{level}.bandwidth": 1 / max(found[2 * index + 1], 1 / LINKS["bandwidth"].most),
-            f"{level}.latency": found[2 * index],
+            f"{level}.bandwidth": 1 / max(result[2 * index + 1], 1 / LINKS["bandwidth"].most),
+            f"{level}.latency": result[2 * index],
         }
-    numbers["collectives.launch"] = found[-1]
+    numbers["collectives.launch"] = result[-1]
     residuals += zip(moves, errors, strict=True)
     return Fit(numbers, residuals)
 
 
 def _products(samples: Sequence[MeasuredTime]) -> tuple[dict[str, float], list[tuple[MeasuredTime, float]]]:
     """Peaks, efficiency, half and launch of products. A dtype that was measured once has the peak that explains this time."""
-    dtypes = list(dict.fromkeys(one.dtype for one in samples))
-    swept = [one for one in samples if sum(other.dtype == one.dtype for other in samples) > 1]
-    rates = {dtype: max(one.flops / one.seconds for one in samples if one.dtype == dtype) for dtype in dtypes}
-    rows = [[one.flops / rates[one.dtype], one.flops / one.side / rates[one.dtype], 1.0] for one in swept]
+    dtypes = list(dict.fromkeys(sample.dtype for sample in samples))
+    swept = [sample for sample in samples if sum(other.dtype == sample.dtype for other in samples) > 1]
+    rates = {dtype: max(sample.flops / sample.seconds for sample in samples if sample.dtype == dtype) for dtype in dtypes}
+    rows = [[item.flops / rates[item.dtype], item.flops / item.side / rates[item.dtype], 1.0] for item in swept]
     (slow, half, launch), errors = solved(rows, swept)
     slow = max(slow, LEAST)
     scale = max(1.0, 1 / slow)  # no product is faster than the peak
-    once = {one.dtype: slow + half / one.side for one in samples if one not in swept}
+    once = {sample.dtype: slow + half / sample.side for sample in samples if sample not in swept}
     numbers = {f"peak.{dtype}": scale * rate * once.get(dtype, 1.0) for dtype, rate in rates.items()}
     numbers |= {
         "product.efficiency": 1 / slow / scale,
@@ -163,14 +164,15 @@ def _attention(samples: Sequence[MeasuredTime], peak: float, residuals: list[tup
 
     def rows(*terms: Callable[[MeasuredTime], float]) -> list[list[float]]:
         return [
-            [one.flops * one.products * term(one) * (one.name == name) for name in passes for term in terms] for one in samples
+            [sample.flops * sample.products * term(sample) * (sample.name == name) for name in passes for term in terms]
+            for sample in samples
         ]
 
-    slow, _ = solved(rows(lambda one: 1.0, lambda one: 1 / one.n), samples)
+    slow, _ = solved(rows(lambda item: 1.0, lambda item: 1 / item.n), samples)
     half = min(sum(slow[1::2]) / max(sum(slow[::2]), np.finfo(float).tiny), DEVICE["attention.half"].most)
-    found, errors = solved(rows(lambda one: 1 + half / one.n), samples)
+    result, errors = solved(rows(lambda item: 1 + half / item.n), samples)
     residuals += zip(samples, errors, strict=True)
-    parts = {key: 1 / (one * peak) for key, one in zip(("attention.forward", "attention.backward"), found, strict=True)}
+    parts = {key: 1 / (item * peak) for key, item in zip(("attention.forward", "attention.backward"), result, strict=True)}
     return {"attention.half": half} | {key: min(part, DEVICE[key].most) for key, part in parts.items()}
 
 
@@ -179,17 +181,17 @@ def solved(rows: Sequence[Sequence[float]], samples: Sequence[MeasuredTime]) -> 
 
     Least squares, reweighted: what other work on the machine has slowed counts as little as in a median.
     """
-    seconds = np.array([one.seconds for one in samples])
+    seconds = np.array([sample.seconds for sample in samples])
     scaled = np.array(rows, float) / seconds[:, None]
     units = np.maximum(np.abs(scaled).max(axis=0), np.finfo(float).tiny)
     scaled /= units
     ratio, off = np.ones(len(samples)), np.ones(len(samples))
     for _ in range(REWEIGHTED):
         weights = 1 / np.sqrt(ratio * off)
-        found = _not_negative(scaled * weights[:, None], weights)
-        ratio = np.maximum(scaled @ found, 1e-3)
+        result = _not_negative(scaled * weights[:, None], weights)
+        ratio = np.maximum(scaled @ result, 1e-3)
         off = np.maximum(np.abs(np.log(ratio)), NEAR)
-    return [float(value) for value in found / units], [float(value) for value in scaled @ found - 1]
+    return [float(value) for value in result / units], [float(value) for value in scaled @ result - 1]
 
 
 def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
@@ -206,12 +208,12 @@ def _not_negative(rows: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return best
 
 
-def numbers_of(measured: Measured, found: Fit) -> dict[str, Number]:
+def numbers_of(measured: Measured, fit: Fit) -> dict[str, Number]:
     """Key → number of the cluster that was measured, with what follows from the number of ranks."""
-    numbers = {key: Number(value, "measured") for key, value in found.numbers.items()}
+    numbers = {key: Number(value, "measured") for key, value in fit.numbers.items()}
     facts = {"device.memory": measured.memory, "host.slots": measured.slots, "host.shared": float(measured.shared)}
     numbers |= {key: Number(value, "measured") for key, value in facts.items()}
-    numbers["band.percent"] = Number(found.band, "measured", "nine of ten of the times are within")
+    numbers["band.percent"] = Number(fit.band, "measured", "nine of ten of the times are within")
     for dtype, other in (("float16", "float32"), ("bfloat16", "float32" if measured.slots else "float16")):
         if f"peak.{dtype}" not in numbers:
             numbers[f"peak.{dtype}"] = numbers[f"peak.{other}"]._replace(source="assumed", origin=f"as {other}")
@@ -224,43 +226,43 @@ def numbers_of(measured: Measured, found: Fit) -> dict[str, Number]:
     return numbers
 
 
-def described(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> str:
+def described(measured: Measured, fit: Fit, machine: Mapping[str, Any]) -> str:
     """The file of the cluster; `machine` is what a benchmark says of it."""
-    numbers = numbers_of(measured, found)
-    facts = {"date": date.today().isoformat(), "ranks_measured": measured.ranks * measured.nodes, "median_error": found.error}
+    numbers = numbers_of(measured, fit)
+    facts = {"date": date.today().isoformat(), "ranks_measured": measured.ranks * measured.nodes, "median_error": fit.error}
     facts |= {key: machine[key] for key in ABOUT if machine.get(key) is not None}
     lines = ["# Measured by `summa3d bench calibrate`.", 'name = "here"', "", "[measured]"]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in facts.items()]
     return "\n".join([*lines, *tables_of(numbers, LEVELS, 4), ""])
 
 
-def as_result(measured: Measured, found: Fit, machine: Mapping[str, Any]) -> dict[str, Any]:
+def as_result(measured: Measured, fit: Fit, machine: Mapping[str, Any]) -> dict[str, Any]:
     """The JSON of a calibration: samples with their errors, the numbers, and the machine."""
     return {
         "kind": "calibration",
         "machine": machine,
-        "numbers": {key: number.value for key, number in numbers_of(measured, found).items()},
-        "median_error": found.error,
-        "samples": [{**sample._asdict(), "error": error} for sample, error in found.residuals],
+        "numbers": {key: number.value for key, number in numbers_of(measured, fit).items()},
+        "median_error": fit.error,
+        "samples": [{**sample._asdict(), "error": error} for sample, error in fit.residuals],
     }
 
 
-def as_table(measured: Measured, found: Fit) -> Table:
+def as_table(measured: Measured, fit: Fit) -> Table:
     """A table of how well the numbers explain the times, by kind of measurement."""
-    groups = found.groups()
+    groups = fit.groups()
     columns = [
         Column("", list(groups), left=True),
         Column("times", [len(errors) for errors in groups.values()]),
         Column("median error", [median(errors) for errors in groups.values()], "{:.0%}".format),
         Column("largest", [max(errors) for errors in groups.values()], "{:.0%}".format),
     ]
-    numbers = [f"{key} {value:.4g}" for key, value in found.numbers.items()]
-    notes = [f"median error {found.error:.0%}", *numbers]
+    numbers = [f"{key} {value:.4g}" for key, value in fit.numbers.items()]
+    notes = [f"median error {fit.error:.0%}", *numbers]
     crowd = ceil(measured.ranks / measured.slots) if measured.slots else 1
     if crowd > 1:
         ratios = [
-            median([one.wall / one.seconds / crowd for one in measured.samples if test(one)] or [1.0])
-            for test in (lambda one: one.kind == "product", lambda one: one.level == "node")
+            median([sample.wall / sample.seconds / crowd for sample in measured.samples if test(sample)] or [1.0])
+            for test in (lambda item: item.kind == "product", lambda item: item.level == "node")
         ]
         notes += [
             f"{crowd} ranks share a core: their processor's time was measured, of which the wall's was {crowd} times "

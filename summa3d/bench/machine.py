@@ -34,10 +34,10 @@ def machine(world: MPI.Intracomm, probe: bool = True) -> dict[str, Any]:
     from mpi4py import MPI
 
     nodes, threads, mpi = Nodes.of(world), world.allgather(threads_of_rank()), MPI.Get_library_version()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if world.rank == 0:
         blas: dict[str, Any] = next((info for info in threadpool_info() if info["user_api"] == "blas"), {})
-        found = {
+        result = {
             "nodes": len(nodes.hosts),
             "hosts": nodes.hosts,
             "ranks_per_node": nodes.ranks,
@@ -59,7 +59,7 @@ def machine(world: MPI.Intracomm, probe: bool = True) -> dict[str, Any]:
             "commit": _commit(),
         }
     sleep_until_all_are_here(world)
-    return found
+    return result
 
 
 def core_speed(dtype: str) -> float:

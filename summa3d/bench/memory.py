@@ -104,5 +104,5 @@ def _is_scratch(event: Any) -> bool:
     """Return whether a product allocates this memory and releases it before it ends."""
     if event.parent is None or event.parent.name not in PRODUCTS:
         return False
-    same = [one for one in event.parent.children if _allocates(one) and one.extra_fields.ptr == event.extra_fields.ptr]
-    return sum(one.extra_fields.alloc_size for one in same) == 0
+    same = [child for child in event.parent.children if _allocates(child) and child.extra_fields.ptr == event.extra_fields.ptr]
+    return sum(item.extra_fields.alloc_size for item in same) == 0

@@ -65,8 +65,9 @@ def caption(figure: Any, *parts: str | None) -> None:
 def on_machines(result: Mapping[str, Any]) -> str:
     """The machines of a result in the few words of a caption."""
     return "; ".join(
-        f"{in_nodes(one)}, {processor(one)}{loaded(one)}, {multiplier(result, one)}, {one['mpi']}, {version(one)}"
-        for one in machines(result)
+        f"{in_nodes(machine)}, {processor(machine)}{loaded(machine)}, "
+        f"{multiplier(result, machine)}, {machine['mpi']}, {version(machine)}"
+        for machine in machines(result)
     )
 
 
@@ -98,20 +99,20 @@ def gemm(figure: Any, result: Mapping[str, Any]) -> None:
 def whiskers(seconds: Sequence[Mapping[str, float]], scale: float = 1.0) -> list[list[float]]:
     """The distances from the median to the fastest and to the slowest round."""
     return [
-        [scale * (one["median"] - one["min"]) for one in seconds],
-        [scale * (one["max"] - one["median"]) for one in seconds],
+        [scale * (second["median"] - second["min"]) for second in seconds],
+        [scale * (second["max"] - second["median"]) for second in seconds],
     ]
 
 
 def scaling(figure: Any, result: Mapping[str, Any]) -> None:
     """Draw time, speed-up, efficiency and words per rank against ranks, each on logarithmic axes, with the ideal of each."""
     figure.set_size_inches(COLUMN, 6.6)
-    found, panels = series_of(result["rows"]), figure.subplots(4, 1, sharex=True)
+    results, panels = series_of(result["rows"]), figure.subplots(4, 1, sharex=True)
     counts = sorted({row["ranks"] for row in result["rows"]})
-    fewest = min(series.baseline["ranks"] for series in found)
+    fewest = min(series.baseline["ranks"] for series in results)
     foretold = result.get("prediction")
     drawn: list[Spread | None] = []
-    for number, series in enumerate(found):
+    for number, series in enumerate(results):
         ranks = [row["ranks"] for row in series.rows]
         speed_ups = [series.speed_up(row) for row in series.rows]
         times(panels[0], number, ranks, series.rows, foretold and foretold["band"])
@@ -139,8 +140,8 @@ def scaling(figure: Any, result: Mapping[str, Any]) -> None:
     handles, labels = panels[1].get_legend_handles_labels()
     order = sorted(range(len(labels)), key=lambda place: labels[place] in (IDEAL, SHARED))  # series first
     legend(figure, [handles[place] for place in order], [labels[place] for place in order])
-    remarks = (forecast(foretold), mixed_threads(result["rows"]), without_words(found))
-    caption(figure, scaling_title(result), baselines(found), *remarks, timed(result["rows"], drawn), on_machines(result))
+    remarks = (forecast(foretold), mixed_threads(result["rows"]), without_words(results))
+    caption(figure, scaling_title(result), baselines(results), *remarks, timed(result["rows"], drawn), on_machines(result))
 
 
 def forecast(prediction: Mapping[str, Any] | None) -> str | None:
@@ -157,7 +158,7 @@ def times(panel: Any, number: int, x: Sequence[Any], rows: Sequence[ResultRow], 
         at, seconds = zip(*foretold, strict=True)
         more = 1 + band / 100
         panel.plot(at, seconds, ":", color=style["color"])
-        ends = [one / more for one in seconds], [one * more for one in seconds]
+        ends = [second / more for second in seconds], [second * more for second in seconds]
         panel.fill_between(at, *ends, color=style["color"], alpha=0.12, lw=0)
 
 
@@ -169,9 +170,9 @@ def legend(figure: Any, handles: Sequence[Any], labels: Sequence[str], columns: 
         legend(figure, handles, labels, columns - 1)
 
 
-def without_words(found: Sequence[Series]) -> str | None:
+def without_words(curves: Sequence[Series]) -> str | None:
     """A remark on series with rows that receive no words on several ranks, which a logarithmic axis cannot show; else None."""
-    silent = [series.name for series in found if any(row["ranks"] > 1 and not row["words_per_rank"] for row in series.rows)]
+    silent = [series.name for series in curves if any(row["ranks"] > 1 and not row["words_per_rank"] for row in series.rows)]
     return f"points of 0 words are not drawn ({', '.join(silent)})" if silent else None
 
 

@@ -96,17 +96,17 @@ class ProductEntry:
         return " ".join([f"{self.algorithm} {describe(self.grid)}", *extra])
 
 
-def fewest_words(found: Algorithm, problem: Problem, ranks: int) -> dict[str, int]:
+def fewest_words(algorithm: Algorithm, problem: Problem, ranks: int) -> dict[str, int]:
     """The grid of exactly `ranks` ranks on which the algorithm moves the fewest words per rank.
 
     Among grids of equal words, the one with the smallest reduction axis is taken.
     """
 
     def cost(grid: Mapping[str, int]) -> tuple[int, int, int]:
-        plan = found.plan(problem.form, problem.m, problem.n, problem.k)
-        return found.volume(plan, grid, problem.dtype).max_words, grid.get("z", grid.get("d", 1)), max(grid.values())
+        plan = algorithm.plan(problem.form, problem.m, problem.n, problem.k)
+        return algorithm.volume(plan, grid, problem.dtype).max_words, grid.get("z", grid.get("d", 1)), max(grid.values())
 
-    return min(found.grids(ranks), key=cost)
+    return min(algorithm.grids(ranks), key=cost)
 
 
 def own_choice(problem: Problem, ranks: int, machine: Machine) -> ProductEntry:
@@ -148,8 +148,8 @@ class ProductRunner:
         self.entry, self.ranks, self.factors, problem = entry, entry.ranks, factors, entry.problem
         if entry.ranks > world.size:
             raise ConfigError(f"{entry.label} needs {entry.ranks} ranks; {world.size} were started.")
-        found = algorithm(entry.algorithm)
-        self.plan = found.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+        result = algorithm(entry.algorithm)
+        self.plan = result.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
         check_grid = getattr(self.plan, "check_grid", None)
         if check_grid is not None:
             check_grid(entry.grid)
@@ -157,12 +157,12 @@ class ProductRunner:
         if self.here:
             self.comm = world.Create_group(world.Get_group().Incl(range(entry.ranks)))
             self.grid = Grid(self.comm, dict(entry.grid), transport=transport)
-        need = peak_bytes(found, self.plan, self.grid, problem.dtype, problem.device, check, raced) if self.here else 0
+        need = peak_bytes(result, self.plan, self.grid, problem.dtype, problem.device, check, raced) if self.here else 0
         require(need, world)
         if not self.here:
             return
         self.clock = Clock(self.grid)
-        self.executor = found.executor(self.plan, self.grid)
+        self.executor = result.executor(self.plan, self.grid)
         self.a, self.b, self.c = operands(self.plan, self.grid, values or element, problem.dtype, problem.device)
         self._before = None if raced else self.c.block.copy()
 
@@ -200,8 +200,8 @@ class ProductRunner:
         mine = (account.words, account.messages, self.grid.ledger.workspace_peak, node, threads_of_rank())
         of_ranks = self.comm.allgather(mine)
         names = ("words_per_rank", "messages_per_rank", "workspace_bytes", "node_bytes", "threads")
-        problem, grid, found = self.entry.problem, self.grid, algorithm(self.entry.algorithm)
-        costs = found.volume(self.plan, grid.shape, problem.dtype, grid.staged, problem.device == "cuda")
+        problem, grid, result = self.entry.problem, self.grid, algorithm(self.entry.algorithm)
+        costs = result.volume(self.plan, grid.shape, problem.dtype, grid.staged, problem.device == "cuda")
         return {
             **{name: max(values) for name, values in zip(names, zip(*of_ranks, strict=True), strict=True)},
             "cores": Nodes.of(self.comm).total_cores,

@@ -70,8 +70,8 @@ def split(ledger: Ledger, act: Callable[[], Any], comm: MPI.Intracomm) -> dict[s
     show(ledger, act, trace, None)
     whole = time.perf_counter() - start
     mine: dict[str, float] = {COMPUTE: sum(seconds for _, seconds in trace.arithmetic)}
-    for one in trace.communications:
-        mine[one.axis] = mine.get(one.axis, 0.0) + one.issue + one.wait
+    for communication in trace.communications:
+        mine[communication.axis] = mine.get(communication.axis, 0.0) + communication.issue + communication.wait
     mine[OTHER] = max(0.0, whole - sum(mine.values()))
     ranks = comm.allgather(mine)
     return {name: sum(rank.get(name, 0.0) for rank in ranks) / comm.size for name in dict.fromkeys(chain(*ranks))}

@@ -86,11 +86,11 @@ def series_of(rows: Iterable[ResultRow]) -> list[Series]:
     rows = sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"])))
     serial = [row for row in rows if is_serial(row)]
     shared = [_joined(_by((*PROBLEM, "threads"), serial)[0])] if serial else []
-    found: dict[str, list[ResultRow]] = {}
+    result: dict[str, list[ResultRow]] = {}
     for row in rows:
         named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
-        found.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
-    return [Series(name, own, *(shared or own[:1])) for name, own in found.items()]
+        result.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
+    return [Series(name, own, *(shared or own[:1])) for name, own in result.items()]
 
 
 def grouped(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
@@ -103,7 +103,7 @@ def grouped(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
             if len({row["ranks"] for row in group}) > 1:
                 results.append({"kind": kind, "rows": group, "numpy": []})
                 taken += group
-    rest = [row for row in rows if not any(row is one for one in taken)]
+    rest = [row for row in rows if not any(row is item for item in taken)]
     return results + [{"kind": "gemm", "rows": group, "numpy": []} for group in _by(PROBLEM, rest)]
 
 
@@ -113,7 +113,7 @@ def joined(rows: Sequence[ResultRow]) -> list[ResultRow]:
 
 
 def _joined(group: Sequence[ResultRow]) -> ResultRow:
-    group = [row for number, row in enumerate(group) if row["seconds"] not in [one["seconds"] for one in group[:number]]]
+    group = [row for number, row in enumerate(group) if row["seconds"] not in [item["seconds"] for item in group[:number]]]
     if len(group) == 1:
         return group[0]
     seconds = times_of([second for row in group for second in row["seconds"]["all"]])
@@ -143,10 +143,10 @@ def same_family(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _by(names: Sequence[str], rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """Groups of rows that agree in these columns."""
-    found: dict[tuple[Any, ...], list[ResultRow]] = {}
+    result: dict[tuple[Any, ...], list[ResultRow]] = {}
     for row in rows:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(found.values())
+        result.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(result.values())
 
 
 def _by_work(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
@@ -155,11 +155,11 @@ def _by_work(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     def of_rank(row: ResultRow) -> float:
         return work(row) / float(row["ranks"])
 
-    found: list[list[ResultRow]] = []
+    result: list[list[ResultRow]] = []
     for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), of_rank(row))):
-        first = found[-1][0] if found else row
+        first = result[-1][0] if result else row
         alike = all(row[name] == first[name] for name in OPERANDS) and of_rank(row) <= SAME_WORK * of_rank(first)
-        if not found or not alike:
-            found.append([])
-        found[-1].append(row)
-    return [group for group in found if len(_by(PROBLEM, group)) > 1]
+        if not result or not alike:
+            result.append([])
+        result[-1].append(row)
+    return [group for group in result if len(_by(PROBLEM, group)) > 1]

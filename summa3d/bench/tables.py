@@ -83,7 +83,7 @@ def version(machine: Mapping[str, Any]) -> str:
 
 def in_ms(seconds: Iterable[float | None]) -> list[float | None]:
     """Seconds in milliseconds."""
-    return [None if one is None else one * 1e3 for one in seconds]
+    return [None if second is None else second * 1e3 for second in seconds]
 
 
 def digits(value: float) -> str:
@@ -131,12 +131,12 @@ def predicted(result: Mapping[str, Any], rows: Sequence[ResultRow]) -> list[Colu
 
 def agreement(result: Mapping[str, Any]) -> list[str]:
     """A line on how far off predictions are and how alike their order is; none where none were compared."""
-    found = result.get("prediction") or {}
-    if "errors" not in found:
+    results = result.get("prediction") or {}
+    if "errors" not in results:
         return []
-    order = "" if found["kendall"] is None else f"; Kendall's tau of the order {found['kendall']:.2f}"
-    off = f"median error {found['median_error']:.0%}, largest {max(map(abs, found['errors'])):.0%}{order}"
-    return [f"predicted on cluster {found['cluster']} (± {found['band']:.0f} %): {off}"]
+    order = "" if results["kendall"] is None else f"; Kendall's tau of the order {results['kendall']:.2f}"
+    off = f"median error {results['median_error']:.0%}, largest {max(map(abs, results['errors'])):.0%}{order}"
+    return [f"predicted on cluster {results['cluster']} (± {results['band']:.0f} %): {off}"]
 
 
 def moved(rows: Sequence[ResultRow]) -> list[Column]:
@@ -178,10 +178,10 @@ def gemm_title(result: Mapping[str, Any]) -> str:
 
 def scaling_table(result: Mapping[str, Any]) -> Table:
     """The table of strong and weak scaling: one line per series and rank count, with speed-up and efficiency."""
-    found = series_of(result["rows"])
-    pairs = [(series, row) for series in found for row in series.rows]
+    results = series_of(result["rows"])
+    pairs = [(series, row) for series in results for row in series.rows]
     rows = [row for _, row in pairs]
-    several, weak = len(found) > 1, result["kind"] == "weak"
+    several, weak = len(results) > 1, result["kind"] == "weak"
     columns = [
         Column("series", [series.name for series, _ in pairs], left=True, csv_only=not several),
         Column("ranks", [row["ranks"] for row in rows]),
@@ -194,7 +194,7 @@ def scaling_table(result: Mapping[str, Any]) -> Table:
         Column("efficiency", [ratio and ratio.middle for ratio in (series.efficiency(row) for series, row in pairs)], digits),
         *moved(rows),
     ]
-    title = f"{scaling_title(result)}; {baselines(found)}; {rounds(rows)}"
+    title = f"{scaling_title(result)}; {baselines(results)}; {rounds(rows)}"
     return Table(title, columns, [*numpy_remarks(result), *filter(None, [mixed_threads(rows), shared_cores(result)])])
 
 
@@ -219,9 +219,9 @@ def scaling_title(result: Mapping[str, Any]) -> str:
     return f"Weak scaling from {start}, m, n and k grow with the cube root of the ranks"
 
 
-def baselines(found: Sequence[Series]) -> str:
+def baselines(curves: Sequence[Series]) -> str:
     """Names of what speed-up and efficiency are relative to."""
-    names = {series.baseline_name for series in found}
+    names = {series.baseline_name for series in curves}
     return f"speed-up and efficiency over {names.pop() if len(names) == 1 else 'the fewest ranks of each series'}"
 
 

@@ -175,9 +175,9 @@ def _open(path: Path, comm: MPI.Intracomm) -> Checkpoint:
     from ..train.on_root import on_root
 
     def find() -> Path:
-        found = path if (path / "index.json").is_file() else checkpoint.newest(path / "checkpoints")
-        if found is None:
+        result = path if (path / "index.json").is_file() else checkpoint.newest(path / "checkpoints")
+        if result is None:
             raise CheckpointError(f"{path} is neither a checkpoint (a folder step-N with index.json) nor a run that holds one.")
-        return found
+        return result
 
     return checkpoint.read(on_root(comm, find, CheckpointError), comm)

@@ -53,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
         configuration.load(what)  # raises an error for a file that no run can take
         print(commented(configuration.read_table(what)), end="")
         return 0
-    found = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
-    if not found:
-        found = [key for key in keys() if what and _is_shown(key) and key.name.rpartition(".")[2] == what]
-    if not found:
+    result = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
+    if not result:
+        result = [key for key in keys() if what and _is_shown(key) and key.name.rpartition(".")[2] == what]
+    if not result:
         known = [*(key.name for key in keys() if _is_shown(key)), *shipped, *models]
         raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {toml.nearest_key(what, known)!r}.")
     if args.toml:
         print(commented({}), end="")
         return 0
-    print("\n".join(_as_text(found)))
+    print("\n".join(_as_text(result)))
     if not what:
         print("\nConfigurations that are shipped, for `summa3d train NAME` and `summa3d config NAME`:")
         print("\n".join(f"  {name:<12} {title}" for name, title in shipped.items()))
@@ -93,24 +93,24 @@ def keys(cls: Any = configuration.Config, prefix: str = "") -> Iterator[ConfigKe
 
 def _meanings(cls: type) -> dict[str, str]:
     """Field name → what the class's docstring says of it; fields that stand together share it."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     section = SECTION.search(cls.__doc__ or "")
     entries = re.split(r"\n(?=\S)", textwrap.dedent(section[1])) if section else []
     for entry in entries:
         names, _, meaning = " ".join(entry.split()).partition(" : ")
-        found |= dict.fromkeys(names.split(", "), meaning)
-    return found
+        result |= dict.fromkeys(names.split(", "), meaning)
+    return result
 
 
 def _as_toml(value: object) -> str:
     """A value as TOML writes it; a key that has none is left out of files."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key} = {_as_toml(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key} = {_as_toml(item)}" for key, item in value.items()) + "}"
     return "none" if value is None else json.dumps(value, ensure_ascii=False)  # TOML's own form of all other values of keys
 
 
-def _as_text(found: list[ConfigKey]) -> Iterator[str]:
-    for key in found:
+def _as_text(keys: list[ConfigKey]) -> Iterator[str]:
+    for key in keys:
         yield f"{key.name} = {key.default}   ({key.kind})"
         yield textwrap.fill(key.meaning, WIDTH, initial_indent="    ", subsequent_indent="    ")
 

@@ -38,16 +38,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; returns the exit status 1 where MPI jobs cannot be started, else 0. In a Slurm job, srun starts them."""
     if args.flight is not None:
         return show_flight(args.flight)
-    found = examine()
+    result = examine()
     if args.json:
-        print(json.dumps(found))
+        print(json.dumps(result))
     else:
-        for name, value in found.items():
+        for name, value in result.items():
             if name != "warnings":
                 print(f"{name:<10} {_in_words(value)}")
-        for warning in found["warnings"]:  # type: ignore[attr-defined]
+        for warning in result["warnings"]:  # type: ignore[attr-defined]
             print(f"warning: {warning}")
-    return 0 if found["launcher"] or "slurm" in found else 1
+    return 0 if result["launcher"] or "slurm" in result else 1
 
 
 def show_flight(folder: Path) -> int:
@@ -99,9 +99,9 @@ def _slurm(runtime: Runtime | None, warnings: list[str]) -> dict[str, str]:
 
 def _package_version(name: str) -> str | None:
     names = [name] if name != "cupy" else [f"cupy-cuda{major}x" for major in (13, 12, 11)] + [name]
-    for one in names:
+    for item in names:
         try:
-            return importlib.metadata.version(one)
+            return importlib.metadata.version(item)
         except importlib.metadata.PackageNotFoundError:
             continue
     return None
@@ -199,12 +199,12 @@ def _nccl() -> str | None:
 
 
 def _warnings(runtime: Runtime | None) -> list[str]:
-    found = [
+    result = [
         f"{name}={os.environ[name]} is set: OpenBLAS does not choose its kernels by this processor, and may be slow. Unset {name}"
         for name in BLAS_OVERRIDES
         if name in os.environ
     ]
-    return found + _load_warnings() + segments.warnings(SHM_RANKS) + (_shadow_warnings(runtime) if runtime else [])
+    return result + _load_warnings() + segments.warnings(SHM_RANKS) + (_shadow_warnings(runtime) if runtime else [])
 
 
 def _load_warnings() -> list[str]:
@@ -239,7 +239,7 @@ def _shadow_warnings(runtime: Runtime) -> list[str]:
 
 def _in_words(value: object) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{name} {one}" for name, one in value.items() if one is not None)
+        return ", ".join(f"{name} {item}" for name, item in value.items() if item is not None)
     if isinstance(value, list):
         return " ".join(map(str, value))
     return "none" if value is None else str(value)

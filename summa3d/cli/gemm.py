@@ -240,19 +240,19 @@ def run_symmetric(args: argparse.Namespace) -> int:
     more = {"form": form, "dtype": args.dtype, "objective": args.objective or "seconds"}
     machine = None if args.cluster is None else Machine(load(args.cluster))
     plan = plan_syrk(layout, args.n, args.k, place, args.out_layout, machine=machine, **more)
-    found = {"plan": plan.summary, **figures(plan), "c_layout": str(plan.general.c.layout), "general": figures(plan.general)}
+    result = {"plan": plan.summary, **figures(plan), "c_layout": str(plan.general.c.layout), "general": figures(plan.general)}
     if world is not None:
         from ..bench.products import race_symmetric
 
         with Grid(world, args.grid) as grid:
             a = DistMatrix.from_function(element(args.dtype), plan.a.shape, grid, layout, numpy_dtype(args.dtype))
-            found |= race_symmetric(a, form, args.repeat, args.out_layout, more["objective"])
+            result |= race_symmetric(a, form, args.repeat, args.out_layout, more["objective"])
     launched = launched_as()
     if world.rank == 0 if world is not None else launched is None or launched[1] == 0:
         text = [str(plan)]
-        for name, times in found.get("seconds", {}).items():
-            text.append(f"{name}: {1e3 * median(times):.2f} ms, most words of a rank {found['measured_words'][name]:,}")
-        print(json.dumps(found) if args.json else "\n".join(text), flush=True)
+        for name, times in result.get("seconds", {}).items():
+            text.append(f"{name}: {1e3 * median(times):.2f} ms, most words of a rank {result['measured_words'][name]:,}")
+        print(json.dumps(result) if args.json else "\n".join(text), flush=True)
     return 0
 
 
@@ -281,7 +281,7 @@ def facts_of_plan(plan: AnyPlan) -> dict[str, Any]:
         "workspace_bytes": plan.dtype.nbytes * plan.max_workspace,
         "seconds": plan.seconds,
         "bound": plan.bound,
-        "others": [one._asdict() for one in plan.others],
+        "others": [other._asdict() for other in plan.others],
     }
 
 
@@ -352,8 +352,8 @@ def measure(args: argparse.Namespace, entry: ProductEntry, world: Any, chosen: s
         error = relative_error(args, runner.plan, runner.c, seconds)
         return {"relative_error": error, **({"serial_seconds": median(seconds)} if seconds else {})}
 
-    found = run_benchmark([entry], world, args.repeat, 0, args.trace, ranges_for(args), make, ready, checked)
-    row: dict[str, Any] = found["rows"][0]
+    result = run_benchmark([entry], world, args.repeat, 0, args.trace, ranges_for(args), make, ready, checked)
+    row: dict[str, Any] = result["rows"][0]
     return row
 
 

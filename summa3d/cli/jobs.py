@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
     of = script.site(args.site)
     if args.write is None:
         for name in script.names():
-            found = script.site(name)
-            print(f"{name}: {found.about} Jobs: {', '.join(found.kinds)}.")
+            result = script.site(name)
+            print(f"{name}: {result.about} Jobs: {', '.join(result.kinds)}.")
         return 0
     for name, text in script.write_all(of).items():
         try:

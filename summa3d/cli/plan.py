@@ -170,12 +170,12 @@ def _add_moved(parser: argparse.ArgumentParser, option: str, now: str) -> None:
 def layers(text: str) -> list[int]:
     """Numbers with commas between them. Raises ArgumentTypeError for others, and for more layers than models have."""
     try:
-        found = [int(number) for number in text.split(",")]
+        result = [int(number) for number in text.split(",")]
     except ValueError:
-        found = []
-    if not found or sum(found) > MOST_LAYERS:
+        result = []
+    if not result or sum(result) > MOST_LAYERS:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of layers up to {MOST_LAYERS}, nor 3,3,2 of as many")
-    return found
+    return result
 
 
 def run(args: argparse.Namespace) -> int:
@@ -218,8 +218,8 @@ def show_plans(args: argparse.Namespace) -> int:
     from ..plan.search.command import run as run_search
     from ..plan.search.request import OPTIMIZER, request
 
-    args.model += [one for one in args.set if one.startswith(OPTIMIZER)]
-    args.cluster = questions.cluster_with(args.cluster, [one for one in args.set if not one.startswith(OPTIMIZER)])
+    args.model += [item for item in args.set if item.startswith(OPTIMIZER)]
+    args.cluster = questions.cluster_with(args.cluster, [item for item in args.set if not item.startswith(OPTIMIZER)])
     counts, config = questions.rank_counts(args.ranks), request(args.model, 1, args.cluster).config
     if args.tries is not None:
         args.cluster = trial.cluster_here(args.cluster, counts[0], say_plan)
@@ -369,15 +369,15 @@ def show_formulas(args: argparse.Namespace) -> int:
             limits = "" if value <= 0 else f", from {SIZES[0]:g} to {SIZES[1]:g}"
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive{limits}.")
     sizes = (args.layers, args.hidden, args.vocabulary, args.sequence)
-    found = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
+    result = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
     if args.tokens is not None:
-        found += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
+        result += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
     if args.json:
-        print(json.dumps({one.name: one.value for one in found}))
+        print(json.dumps({entry.name: entry.value for entry in result}))
         return 0
-    width = max(len(one.what) for one in found)
-    for one in found:
-        print(f"{one.what:<{width}}  {one.value:>10.4g}  {one.source}")
+    width = max(len(entry.what) for entry in result)
+    for item in result:
+        print(f"{item.what:<{width}}  {item.value:>10.4g}  {item.source}")
     return 0
 
 
@@ -415,7 +415,7 @@ def draw_schedule(args: argparse.Namespace) -> int:
 
 def simulated(args: argparse.Namespace) -> tuple[ScheduleTimeline, tuple[int, ...] | None]:
     """The timeline that the options ask for, and the layers of each stage. Raises ConfigError for what does not fit."""
-    if not all(TIMES[0] <= one <= TIMES[1] for one in (args.forward, args.backward)):
+    if not all(TIMES[0] <= item <= TIMES[1] for item in (args.forward, args.backward)):
         raise ConfigError(
             f"--forward {args.forward:g} and --backward {args.backward:g} are times of an op: they must be positive, "
             f"from {TIMES[0]:g} to {TIMES[1]:g}."

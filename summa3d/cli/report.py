@@ -62,10 +62,10 @@ def show(files: Sequence[Path], args: argparse.Namespace, merged: bool = False) 
     formats = [name for name in args.format or ["png"] if not (args.no_plots and name in figures.FORMATS)]
     if merged:
         together = _swept(files) if all(map(has_points, files)) else merge(files)
-        found = [(f"merged: {', '.join(map(str, files))}", files[0].with_name(f"merged-{files[0].name}"), together)]
+        outcome = [(f"merged: {', '.join(map(str, files))}", files[0].with_name(f"merged-{files[0].name}"), together)]
     else:  # all files are read before anything is printed
-        found = [(str(file), file, _swept([file]) if has_points(file) else read(file)) for file in files]
-    for heading, file, results in found:
+        outcome = [(str(file), file, _swept([file]) if has_points(file) else read(file)) for file in files]
+    for heading, file, results in outcome:
         for number, result in enumerate(results, 1):
             name = file.stem if len(results) == 1 else f"{file.stem}-{number}-{result['kind']}"
             written = write(result, (args.out or file.parent) / name, formats)

@@ -46,9 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     acts = parser.add_subparsers(dest="act", required=True, metavar="|".join(HELP))
     made = {name: acts.add_parser(name, help=text, description=text) for name, text in HELP.items()}
     for name in ("plan", "run", "status", "submit"):
-        one = made[name]
-        one.add_argument("file", metavar="FILE", help="Take this TOML file, or the sweep of this name that is shipped.")
-        one.add_argument(
+        item = made[name]
+        item.add_argument("file", metavar="FILE", help="Take this TOML file, or the sweep of this name that is shipped.")
+        item.add_argument(
             "--set",
             action="append",
             default=[],
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="KEY=VALUE",
             help="Change a key of the file, as rounds=3 or ranks=1,2,4; of other names, a key of base, as m=4096.",
         )
-        one.add_argument("--dir", type=Path, metavar="DIR", help=f"Write there. The default is {FOLDER}/NAME.")
+        item.add_argument("--dir", type=Path, metavar="DIR", help=f"Write there. The default is {FOLDER}/NAME.")
     run = made["run"]
     run.add_argument(
         "--ranks", type=rank_counts, metavar="1,2,4", help="Run these rank counts only. The default is all of the file."
@@ -83,8 +83,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     collect = made["collect"]
     collect.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="Write the lines to this file.")
     collect.add_argument("--csv", action="store_true", help="Write CSV in place of JSON lines.")
-    for one in (collect, made["report"]):
-        one.add_argument("places", nargs="+", type=Path, metavar="DIR|FILE", help="Read all points in this folder, or this file.")
+    for item in (collect, made["report"]):
+        item.add_argument(
+            "places", nargs="+", type=Path, metavar="DIR|FILE", help="Read all points in this folder, or this file."
+        )
     add_outputs(made["report"])
 
 
@@ -119,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(json.dumps(about(point)) for point in points))
     elif args.act != "run":
         print("\n".join((plan_table if args.act == "plan" else status_table)(sweep, points, known)))
-    for one in refused:
-        _say(f"refused: {one.label} on {counted(one.ranks, 'rank')}: {' '.join(str(one.error).split())}")
+    for item in refused:
+        _say(f"refused: {item.label} on {counted(item.ranks, 'rank')}: {' '.join(str(item.error).split())}")
     if refused and not points:
         raise ConfigError(f"{sweep.name} has no points: {len(refused)} refused, with the reasons above.")
     if args.act != "run":
@@ -152,13 +154,13 @@ def _check_chosen(args: argparse.Namespace, sweep: Sweep, points: Sequence[Point
         ("--ranks", args.ranks or [], list(sweep.ranks)),
         ("--only", args.only, [point.id for point in points]),
     ):
-        for one in given:
-            if one not in known:
-                raise ConfigError(f"{option} {one}: {sweep.name} has no such point; it has {', '.join(map(str, known))}.")
+        for item in given:
+            if item not in known:
+                raise ConfigError(f"{option} {item}: {sweep.name} has no such point; it has {', '.join(map(str, known))}.")
 
 
 def _set(args: argparse.Namespace) -> list[str]:
-    return [word for one in args.assignments for word in ("--set", one)]
+    return [word for assignment in args.assignments for word in ("--set", assignment)]
 
 
 def _starter(args: argparse.Namespace, sweep: Sweep, directory: Path) -> Callable[[int, Sequence[str]], int]:
@@ -179,7 +181,7 @@ def _starter(args: argparse.Namespace, sweep: Sweep, directory: Path) -> Callabl
 
     def start(ranks: int, options: Sequence[str]) -> int:
         words = module("summa3d", "sweep", "run", args.file, "--dir", str(directory), *_set(args), *options)
-        words += [word for one in args.only for word in ("--only", one)] if "--only" not in options else []
+        words += [word for item in args.only for word in ("--only", item)] if "--only" not in options else []
         command, environ, account = mpi_command(ranks, words, {**os.environ, **threads})
         _say(account)
         return subprocess.call(command, env=environ, stdin=subprocess.DEVNULL)
@@ -218,19 +220,19 @@ def collect(args: argparse.Namespace) -> int:
     from ..sweep.lines import as_csv
     from ..sweep.lines import collect as collected
 
-    found = collected(args.places, _say)
-    text = as_csv(found) if args.csv else "".join(json.dumps(line) + "\n" for line in found)
+    result = collected(args.places, _say)
+    text = as_csv(result) if args.csv else "".join(json.dumps(line) + "\n" for line in result)
     try:
         replace_text(args.out, text)
     except OSError as error:
         raise DataError(f"{args.out} cannot be written: {error.strerror}.") from None
-    failed = sum("error" in line for line in found)
-    _say(f"{len(found)} points ({failed} failed) of {', '.join(_names(found))}: {args.out}")
+    failed = sum("error" in line for line in result)
+    _say(f"{len(result)} points ({failed} failed) of {', '.join(_names(result))}: {args.out}")
     return 0
 
 
-def _names(found: Iterable[dict[str, dict[str, str]]]) -> list[str]:
-    return list(dict.fromkeys(line["sweep"]["name"] for line in found))
+def _names(points: Iterable[dict[str, dict[str, str]]]) -> list[str]:
+    return list(dict.fromkeys(line["sweep"]["name"] for line in points))
 
 
 def _say(text: str) -> None:

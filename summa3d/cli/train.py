@@ -174,9 +174,9 @@ def check_run(folder: Path) -> None:
     if holds_run(folder):
         return
     beside = folder.parent
-    found = sorted(one.name for one in beside.iterdir() if holds_run(one)) if beside.is_dir() else []
-    more = f" and {len(found) - MOST_LISTED} more" if len(found) > MOST_LISTED else ""
-    listed = f"Runs in {beside}: {', '.join(found[:MOST_LISTED])}{more}." if found else f"There are no runs in {beside}."
+    result = sorted(item.name for item in beside.iterdir() if holds_run(item)) if beside.is_dir() else []
+    more = f" and {len(result) - MOST_LISTED} more" if len(result) > MOST_LISTED else ""
+    listed = f"Runs in {beside}: {', '.join(result[:MOST_LISTED])}{more}." if result else f"There are no runs in {beside}."
     raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
 
 
@@ -223,7 +223,7 @@ def _say_replaced(args: argparse.Namespace, folder: Path, assignments: Sequence[
     with contextlib.suppress(Summa3dError):  # a run of an older version; its checkpoint is looked at later
         sources = (str(file), args.config)
         own, named = (configuration.to_table(configuration.load(source, assignments)) for source in sources)
-        changed = [one for one in toml.changes(own, named) if not one.startswith(("grid.", "scheme ", "chosen "))]
+        changed = [change for change in toml.changes(own, named) if not change.startswith(("grid.", "scheme ", "chosen "))]
         if changed:
             said = f"{args.config} replaces settings of {folder}: {', '.join(changed)}"
             print(f"summa3d train: {said}; without a configuration the run keeps its own", file=sys.stderr, flush=True)
@@ -298,9 +298,9 @@ def chooser(command: str) -> Choose:
     from ..nn.choose import choose
 
     def chosen(config: Config, ranks: int, schemes: Sequence[str]) -> tuple[str, dict[str, int]]:
-        found = choose(config.local_model, config.rows, ranks, schemes, config.regather, config.vectors)
-        _say(command, found, config, ranks)
-        return found.scheme, found.grid
+        result = choose(config.local_model, config.rows, ranks, schemes, config.regather, config.vectors)
+        _say(command, result, config, ranks)
+        return result.scheme, result.grid
 
     return chosen
 
@@ -327,22 +327,22 @@ def picker(command: str, ranks_per_node: int | None = None) -> Choose:
             cluster = cluster_for(device, total, node, min(nodes.cores))
             return None if cluster is None else pick(config, ranks, schemes, cluster)
 
-        found = on_root(world, picked, ConfigError) if ranks > 1 else None
-        if found is None:
+        result = on_root(world, picked, ConfigError) if ranks > 1 else None
+        if result is None:
             return chooser(command)(config, ranks, schemes)
-        _say(command, found, config, ranks)
-        return found.scheme, found.grid
+        _say(command, result, config, ranks)
+        return result.scheme, result.grid
 
     return chosen
 
 
-def _say(command: str, found: object, config: Config, ranks: int) -> None:
+def _say(command: str, choice: object, config: Config, ranks: int) -> None:
     from mpi4py import MPI
 
     outer = config.grid.outer
     if MPI.COMM_WORLD.rank == 0 and ranks * outer > 1:
         parts = f", on each of {outer} replicas and stages" if outer > 1 else ""
-        print(f"summa3d {command}: {found}{parts}", file=sys.stderr, flush=True)
+        print(f"summa3d {command}: {choice}{parts}", file=sys.stderr, flush=True)
 
 
 def _check_ranks(config: Config, ranks: int, resumes: bool) -> None:
@@ -366,10 +366,10 @@ def _line_for(config: Config, ranks: int) -> str:
     if ranks % outer:
         return generic
     try:
-        found = choose(config.local_model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
+        result = choose(config.local_model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
     except GridError:
         return generic
-    given = {**found.grid, **{axis: size for axis, size in config.grid.axes.items() if axis in OUTER and size > 1}}
+    given = {**result.grid, **{axis: size for axis, size in config.grid.axes.items() if axis in OUTER and size > 1}}
     return " ".join(f"--set grid.{axis}={size}" for axis, size in given.items())
 
 
@@ -385,12 +385,12 @@ def _dry_run(config: Config, args: argparse.Namespace) -> int:
     memory = None if args.memory is None else bytes_of(args.memory)
     tell = Pulse("train", MPI.COMM_WORLD.rank == 0).of("tracing program")
     load = None if args.load is None else read_load(args.load)
-    found = dry_run(config, ranks_per_node=args.ranks_per_node, tell=tell, load=load)
-    fit = None if memory is None else fitting(found.need, memory)
+    result = dry_run(config, ranks_per_node=args.ranks_per_node, tell=tell, load=load)
+    fit = None if memory is None else fitting(result.need, memory)
     if MPI.COMM_WORLD.rank == 0 and args.json:
-        print(json.dumps(found.as_json() | ({} if fit is None else {"memory": fit._asdict()})), flush=True)
+        print(json.dumps(result.as_json() | ({} if fit is None else {"memory": fit._asdict()})), flush=True)
     elif MPI.COMM_WORLD.rank == 0:
-        print(found, *([] if fit is None else ["", fit]), sep="\n", flush=True)
+        print(result, *([] if fit is None else ["", fit]), sep="\n", flush=True)
     if MPI.COMM_WORLD.rank == 0 and args.plot is not None:
         _draw_grids(config, args)
     return 0
@@ -422,8 +422,8 @@ def _compare_grids(args: argparse.Namespace, source: str) -> int:
     here = None if args.cluster is not None else cluster_for(requested_device(config.device), ranks, node, usable_cores())
     cluster = here if args.cluster is None else load(args.cluster)
     if MPI.COMM_WORLD.rank == 0:
-        found = compare(config, asked, ranks, node, cluster, memory, Pulse("train").of("grid"))
-        print(json.dumps(found.as_json()) if args.json else found.table().text(), flush=True)
+        result = compare(config, asked, ranks, node, cluster, memory, Pulse("train").of("grid"))
+        print(json.dumps(result.as_json()) if args.json else result.table().text(), flush=True)
     return 0
 
 

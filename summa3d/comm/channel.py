@@ -50,12 +50,12 @@ def links_of(homes: Sequence[int]) -> dict[tuple[str, int], Link]:
     >>> sorted(links_of((0, 1, 0)))
     [('B', 0), ('B', 1), ('F', 1), ('F', 2)]
     """
-    found = {}
+    result = {}
     for stage, (lower, upper) in enumerate(pairwise(homes)):
         if lower != upper:
-            found["F", stage + 1] = Link("F", lower, upper)
-            found["B", stage] = Link("B", upper, lower)
-    return found
+            result["F", stage + 1] = Link("F", lower, upper)
+            result["B", stage] = Link("B", upper, lower)
+    return result
 
 
 class Channel:

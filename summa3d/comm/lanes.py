@@ -261,11 +261,11 @@ class Receiver:
         if known is not None and known[0] == made:
             self._memories[place] = known
             return known[1]
-        found = joined(nbytes, self.entries.note(place))
-        if found is None:
+        result = joined(nbytes, self.entries.note(place))
+        if result is None:
             raise GridError(f"the memory of a message over {self.entries.label} cannot be mapped.")
-        self._memories[place] = made, found
-        return found
+        self._memories[place] = made, result
+        return result
 
     def taken(self, number: int) -> None:
         """Say that a message was taken: its entry is free once all before it were."""

@@ -111,7 +111,7 @@ class Reported(Pending):
         self._route, self._dtype, self.number = route, dtype_name(moved), number
         self._device = device_of(moved) if is_on_device(moved) else None
         self._amounts = Amounts(1, route.words, route.messages, route.words * moved.itemsize, self._on_host(self._issue), cpu)
-        self._spans = [span for one in carried.requests if isinstance(one, Timed) for span in one.spans]
+        self._spans = [span for request in carried.requests if isinstance(request, Timed) for span in request.spans]
 
     @property
     def on_device(self) -> bool:

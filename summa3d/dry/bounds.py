@@ -49,21 +49,21 @@ def bounded_products(setting: Setting, step: DryStep) -> list[BoundedProduct]:
     moved: Counter[str] = Counter()
     for op, times in operations(step.parts):
         if op.kind == "move":
-            moved[re.sub(r"^blocks\.\d+\.(moe\.experts\.\d+)?", lambda found: "mlp" * bool(found[1]), op.layer)] += (
+            moved[re.sub(r"^blocks\.\d+\.(moe\.experts\.\d+)?", lambda results: "mlp" * bool(results[1]), op.layer)] += (
                 times * op.words
             )
     again = setting.recompute[0] == "full"
-    found = []
+    result = []
     named = BLOCK if model.config_json is None else products_of(model.config_json)
     for (name, modules), plan in zip(named.items(), layouts.block(model, rows), strict=True):
         count, words = layers * setting.accumulate * (PASSES + again), sum(moved[module] for module in modules)
         if model.num_experts and "mlp" in modules[0]:
             plan, count = _of_expert(setting, plan), count * -(-model.num_experts // setting.axes.get("ep", 1))
-        found.append(_bounded(name, plan, count, words, layouts.shape))
+        result.append(_bounded(name, plan, count, words, layouts.shape))
     if has_head:
         plan = layouts.plan(layouts.residual, "nt", rows, model.vocabulary, model.hidden)
-        found.append(_bounded(HEAD, plan, setting.accumulate * PASSES, moved[HEAD], layouts.shape))
-    return [one for one in found if one.times]
+        result.append(_bounded(HEAD, plan, setting.accumulate * PASSES, moved[HEAD], layouts.shape))
+    return [item for item in result if item.times]
 
 
 def _of_expert(setting: Setting, plan: ProductPlan) -> ProductPlan:

@@ -28,7 +28,7 @@ class DryLauncher:
         self._launched, self.processors = launched, PROCESSORS
 
     def __call__(self, kernel: str, blocks: int, threads: int, *arguments: Argument) -> None:
-        self._launched(kernel, [one for one in arguments if isinstance(one, Tensor)])
+        self._launched(kernel, [argument for argument in arguments if isinstance(argument, Tensor)])
 
 
 @contextmanager

@@ -61,12 +61,12 @@ class Segment:
     @cached_property
     def moves(self) -> dict[tuple[str, str], Counter[str]]:
         """Words, messages and bytes received, by phase and axis, as in the ledger: recomputation is backward's."""
-        found: dict[tuple[str, str], Counter[str]] = {}
+        result: dict[tuple[str, str], Counter[str]] = {}
         for op in self.ops:
             if op.kind == "move":
-                line = found.setdefault(("backward" if op.phase == "recompute" else op.phase, op.axis), Counter())
+                line = result.setdefault(("backward" if op.phase == "recompute" else op.phase, op.axis), Counter())
                 line.update(words=op.words, messages=op.messages, bytes=op.written)
-        return found
+        return result
 
 
 class RepeatedSegment(NamedTuple):
@@ -167,11 +167,11 @@ def moved(parts: Sequence[RepeatedSegment], what: str) -> dict[str, dict[str, in
 
 def totals(parts: Sequence[RepeatedSegment]) -> dict[str, dict[str, int]]:
     """Count, flops and bytes by kind of operation; a move's bytes are those received."""
-    found = {kind: {"count": 0, "flops": 0, "bytes": 0} for kind in KINDS[:3]}
+    result = {kind: {"count": 0, "flops": 0, "bytes": 0} for kind in KINDS[:3]}
     for op, times in operations(parts):
-        if op.kind in found:
-            line = found[op.kind]
+        if op.kind in result:
+            line = result[op.kind]
             line["count"] += times
             line["flops"] += times * op.flops
             line["bytes"] += times * (op.read + op.written)
-    return found
+    return result

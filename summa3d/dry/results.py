@@ -39,28 +39,28 @@ def _stays(kwargs: Mapping[str, Any]) -> bool:
 
 
 def _new(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    one = args[0]
-    return _empty(args[1], kwargs.get("dtype") or one.dtype) if one.is_meta and _stays(kwargs) else None
+    item = args[0]
+    return _empty(args[1], kwargs.get("dtype") or item.dtype) if item.is_meta and _stays(kwargs) else None
 
 
 def _like(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    one, form = args[0], kwargs.get("memory_format")
-    contiguous = form is torch.contiguous_format or (form in PLAIN and _plain(one))
-    return _empty(one.shape, kwargs.get("dtype") or one.dtype) if one.is_meta and contiguous and _stays(kwargs) else None
+    item, form = args[0], kwargs.get("memory_format")
+    contiguous = form is torch.contiguous_format or (form in PLAIN and _plain(item))
+    return _empty(item.shape, kwargs.get("dtype") or item.dtype) if item.is_meta and contiguous and _stays(kwargs) else None
 
 
 def _unary(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    one = args[0]
-    return _empty(one.shape, one.dtype) if len(args) == 1 and not kwargs and _plain(one) and one.is_floating_point() else None
+    item = args[0]
+    return _empty(item.shape, item.dtype) if len(args) == 1 and not kwargs and _plain(item) and item.is_floating_point() else None
 
 
 def _broadcast(args: tuple[Any, ...]) -> torch.Size | None:
     """The shape of one operand, where all others are numbers, or plain and no longer in any dim."""
-    tensors = [one for one in args if isinstance(one, Tensor)]
+    tensors = [argument for argument in args if isinstance(argument, Tensor)]
     if len(args) != 2 or not all(map(_plain, tensors)):
         return None
-    shape = max((one.shape for one in tensors), key=lambda one: (len(one), one.numel()))
-    fits = all(size in (1, whole) for one in tensors for size, whole in zip(one.shape[::-1], shape[::-1], strict=False))
+    shape = max((tensor.shape for tensor in tensors), key=lambda item: (len(item), item.numel()))
+    fits = all(size in (1, whole) for tensor in tensors for size, whole in zip(tensor.shape[::-1], shape[::-1], strict=False))
     return shape if fits else None
 
 
@@ -80,39 +80,39 @@ def _comparison(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | No
 
 
 def _clamp(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    one, *ends = args
-    same = _plain(one) and one.dtype != torch.bool and not kwargs and all(type(end) is int for end in ends)
-    return _empty(one.shape, one.dtype) if same else None
+    item, *ends = args
+    same = _plain(item) and item.dtype != torch.bool and not kwargs and all(type(end) is int for end in ends)
+    return _empty(item.shape, item.dtype) if same else None
 
 
 def _product(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    one, other = args
-    fits = one.is_meta and other.is_meta and one.dim() == other.dim() == 2 and one.shape[1] == other.shape[0]
-    return _empty((one.shape[0], other.shape[1]), one.dtype) if fits and one.dtype == other.dtype and not kwargs else None
+    item, other = args
+    fits = item.is_meta and other.is_meta and item.dim() == other.dim() == 2 and item.shape[1] == other.shape[0]
+    return _empty((item.shape[0], other.shape[1]), item.dtype) if fits and item.dtype == other.dtype and not kwargs else None
 
 
 def _packs(parts: Sequence[Tensor]) -> bool:
     """Return whether tensors of one dtype and as many dims become one contiguous tensor."""
     first = parts[0]
-    alike = all(one.is_meta and one.dim() == first.dim() > 0 and one.dtype == first.dtype for one in parts)
-    return alike and any(suggest_memory_format(one) is torch.contiguous_format for one in parts)
+    alike = all(part.is_meta and part.dim() == first.dim() > 0 and part.dtype == first.dtype for part in parts)
+    return alike and any(suggest_memory_format(part) is torch.contiguous_format for part in parts)
 
 
 def _cat(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     parts, dim = args[0], args[1] if len(args) > 1 else 0
     if kwargs or not _packs(parts):
         return None
-    shapes = [[*one.shape] for one in parts]
+    shapes = [[*part.shape] for part in parts]
     whole = shapes[0]
-    whole[dim] = sum(one.pop(dim) for one in [[*shape] for shape in shapes])
-    fits = all(one[:dim] == whole[:dim] and one[dim:][1:] == whole[dim:][1:] for one in shapes)
+    whole[dim] = sum(item.pop(dim) for item in [[*shape] for shape in shapes])
+    fits = all(shape[:dim] == whole[:dim] and shape[dim:][1:] == whole[dim:][1:] for shape in shapes)
     return _empty(whole, parts[0].dtype) if fits else None
 
 
 def _stack(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
     parts, dim = args[0], args[1] if len(args) > 1 else 0
     first = parts[0]
-    if kwargs or not _packs(parts) or any(one.shape != first.shape for one in parts):
+    if kwargs or not _packs(parts) or any(part.shape != first.shape for part in parts):
         return None
     dim %= first.dim() + 1
     if dim == first.dim() and not all(map(_plain, parts)):

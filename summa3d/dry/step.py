@@ -230,7 +230,7 @@ class DryStep:
     @property
     def in_flight(self) -> int:
         """Peak bytes in flight to this rank, of communications that one layer issues and another layer waits for."""
-        pieces = [*(one.parts for one in self.traced.values()), self.optimizer]
+        pieces = [*(item.parts for item in self.traced.values()), self.optimizer]
         ops = [((place, op.layer), op) for place, parts in enumerate(pieces) for segment, _ in parts for op in segment.ops]
         ends = {op.id: where for where, op in ops if op.kind == "wait"}
         moves = {op.id: op.written for where, op in ops if op.kind == "move" and ends.get(op.id, where) != where}
@@ -362,7 +362,7 @@ class Rank:
 
     def _stretches(self) -> list[TracedStage]:
         """Traces to make of each stage; makes the cells of all blocks known."""
-        setting, cells, found = self.setting, [""] * len(self.model.blocks), []
+        setting, cells, result = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
         ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
         number = 0
@@ -371,12 +371,12 @@ class Rank:
             layers = stage.last - stage.first
             traced = layers if whole else min(layers, (TRACED + 2 * (ends - 1)) * stretch + layers % stretch)
             middle = str(number + ends) if layers > traced else ""
-            found.append(TracedStage(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
+            result.append(TracedStage(replace(stage, last=stage.first + traced), middle, 1 + (layers - traced) // stretch))
             for layer in range(layers):
                 cells[stage.first + layer] = str(number + layer // stretch)
             number += -(-layers // stretch)
         self.tracer.owners.follow(self.model, cells)
-        return found
+        return result
 
     @property
     def _sums_in_backward(self) -> bool:
@@ -417,7 +417,7 @@ class Rank:
                 with tracer.ledger.phase("forward"):
                     copies.enter_context(weights(self.model, self.states))
                 used = [_weights(block) for block in untraced]  # by graphs of the whole step, which the trace has not
-                paused = [one for step in wanted for one in (PAUSE, PAUSE, step)] + [PAUSE]
+                paused = [item for step in wanted for item in (PAUSE, PAUSE, step)] + [PAUSE]
                 self.pipeline.executor.run(paused, self._feed, forwarded=copies.close)
             del used
             if like is None:
@@ -456,8 +456,8 @@ class Rank:
 
     def _give_gradients(self, untraced: Sequence[torch.nn.Module]) -> None:
         """Give parameters that no traced op is of something to sum and to update with."""
-        given = {id(one) for module in untraced for one in module.parameters()}
-        for state in (one for one in self.states if one.shardings.numel and id(one.parameter) in given):
+        given = {id(parameter) for module in untraced for parameter in module.parameters()}
+        for state in (state for state in self.states if state.shardings.numel and id(state.parameter) in given):
             shape = state.shardings.gradient.local_shape(self.place)
             state.add(state.parameter.new_empty(shape))
 
@@ -475,11 +475,11 @@ class Rank:
             self.optimizer,
             {chunk: self.saved[like] for chunk, like in self.like.items()},
             0 if self.pipeline.axis is None else self.pipeline.executor.wire.buffer().nbytes,
-            sum(one.parameter.nbytes + (0 if one.copy is None else one.copy.nbytes) for one in self.states),
+            sum(state.parameter.nbytes + (0 if state.copy is None else state.copy.nbytes) for state in self.states),
             sum(
-                prod(one.shardings.gradient.local_shape(self.place)) * one.parameter.itemsize
-                for one in self.states
-                if one.shardings.numel
+                prod(state.shardings.gradient.local_shape(self.place)) * state.parameter.itemsize
+                for state in self.states
+                if state.shardings.numel
             ),
             self.copied,
             self._ending.moments,
@@ -496,7 +496,9 @@ class Rank:
 
     def _composed(self, segments: Sequence[Segment], key: OpKey) -> list[RepeatedSegment]:
         stretch = self.stretches[key.chunk]
-        return repeated([one for one in segments if one.ops or one.net or one.top], stretch.middle, stretch.times)
+        return repeated(
+            [segment for segment in segments if segment.ops or segment.net or segment.top], stretch.middle, stretch.times
+        )
 
     def _feed(self, micro: int) -> tuple[Inputs, Batch]:
         setting = self.setting
@@ -533,7 +535,7 @@ class Rank:
         program : of a first micro-batch (`_first`); forwards alone save nothing
         """
         owners = self.tracer.owners
-        outside = {one.untyped_storage()._cdata for one in (*self.model.parameters(), *self._given.values())}
+        outside = {parameter.untyped_storage()._cdata for parameter in (*self.model.parameters(), *self._given.values())}
         program = [step for step in program if self.like[step.op.chunk] == step.op.chunk]
         saved, chunks = dict.fromkeys(self.like.values(), 0), [step.op.chunk for step in program if step.op.kind == "F"]
         kept: dict[int, Any] = {}
@@ -555,8 +557,10 @@ class Rank:
             copies.enter_context(self.training.weights(self.model, self.states))
             weights = _weights(self.model)
             stay = {id(state.copy) for state in self.states}
-            self.copied = sum(one.nbytes for one in weights if not isinstance(one, torch.nn.Parameter) and id(one) not in stay)
-            outside.update(one.untyped_storage()._cdata for one in weights)
+            self.copied = sum(
+                weight.nbytes for weight in weights if not isinstance(weight, torch.nn.Parameter) and id(weight) not in stay
+            )
+            outside.update(weight.untyped_storage()._cdata for weight in weights)
             del weights
             trains = torch.set_grad_enabled(any(step.op.kind != "F" for step in program))
             with trains, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -584,8 +588,10 @@ def _in_turn(step: ProgramStep) -> tuple[int, int]:
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """The weights that its layers compute with, parameters or copies of them, each once."""
-    found = {id(one): one for part in module.modules() for one in part._parameters.values() if one is not None}
-    return list(found.values())
+    result = {
+        id(parameter): parameter for part in module.modules() for parameter in part._parameters.values() if parameter is not None
+    }
+    return list(result.values())
 
 
 def _net(segments: Sequence[Segment]) -> int:

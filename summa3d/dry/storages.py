@@ -101,15 +101,15 @@ class Storages(TorchDispatchMode):
             result = result_of(name, args, kwargs)
             if result is None:
                 result = func(*args, **kwargs)
-        made = [one for one in _tensors(result) if self._track(one, (*args, *kwargs.values()))]
+        made = [tensor for tensor in _tensors(result) if self._track(tensor, (*args, *kwargs.values()))]
         if self.on_host and name in SCRATCH:
             self.top = max(self.top, self.alive + SCRATCH[name](args, kwargs))
         if makes:
-            self.fresh.update(one.untyped_storage()._cdata for one in made)
+            self.fresh.update(item.untyped_storage()._cdata for item in made)
         elif made or mutates:
-            given = [one for value in reads(args, kwargs) for one in _tensors(value)]
+            given = [tensor for value in reads(args, kwargs) for tensor in _tensors(value)]
             if mutates:
-                made = [*made, *(one for value in mutates(args, kwargs) for one in _tensors(value))]
+                made = [*made, *(tensor for value in mutates(args, kwargs) for tensor in _tensors(value))]
             self._work(name, args, given, made)
         return result
 
@@ -119,7 +119,7 @@ class Storages(TorchDispatchMode):
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return False
-        if any(one.untyped_storage()._cdata == key for one in _tensors(args)):
+        if any(tensor.untyped_storage()._cdata == key for tensor in _tensors(args)):
             return False
         size = storage.nbytes()
         self._known[key] = size, weakref.ref(storage, lambda _: self._release(key))
@@ -179,7 +179,7 @@ def _tensors(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [one for part in value for one in _tensors(part)]
+        return [tensor for part in value for tensor in _tensors(part)]
     return []
 
 

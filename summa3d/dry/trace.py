@@ -73,7 +73,7 @@ class Owners:
     def enter(self, name: str) -> None:
         """A layer is entered."""
         owner, forward = self._owner(name), current_node() is None
-        if forward and not torch.is_grad_enabled() and not any(one.cell == owner.cell for one in self._names):
+        if forward and not torch.is_grad_enabled() and not any(name.cell == owner.cell for name in self._names):
             self._own(owner, before=1)  # blocks that are computed again: the node that does so was made just before
         self._names.append(owner)
         self._own(owner)
@@ -227,13 +227,15 @@ class Tracer:
             return
         op = Op("elements", *self._about(), name, dtype=dtype_name(written[0]) if written else "")
         if name in PRODUCTS:
-            left, right = [one for one in read if one.dim() == PRODUCTS[name]][-2:]
+            left, right = [item for item in read if item.dim() == PRODUCTS[name]][-2:]
             batch = left.shape[:-2].numel()
             op = op._replace(kind="product", name="nn", m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=batch)
         elif name in ATTENTION:
-            q, k = [one for one in read if one.dim() == 4][(0 if ATTENTION[name] == 2 else 1) :][:2]
+            q, k = [item for item in read if item.dim() == 4][(0 if ATTENTION[name] == 2 else 1) :][:2]
             batch = ATTENTION[name] * q.shape[0] * q.shape[1]
-            batch = -(-batch // 2) if any(one is True for one in args) else batch  # whose flag is whether the scores are causal
+            batch = (
+                -(-batch // 2) if any(argument is True for argument in args) else batch
+            )  # whose flag is whether the scores are causal
             op = op._replace(kind="product", name="attention", m=q.shape[2], n=k.shape[2], k=q.shape[3], batch=batch)
         self._segments[-1].ops.append(op._replace(read=bytes_of(read), written=bytes_of(written)))
 
@@ -248,9 +250,9 @@ class Tracer:
         if not self._recording:
             return
         segment, fresh, updates = self._find(kernel), self.storages.fresh, kernel.startswith("adamw")
-        written = list(tensors[:3]) if updates else [one for one in tensors if one.untyped_storage()._cdata in fresh]
+        written = list(tensors[:3]) if updates else [tensor for tensor in tensors if tensor.untyped_storage()._cdata in fresh]
         written = [tensors[1]] if kernel.startswith("sum_parts") else written
-        fresh.difference_update(one.untyped_storage()._cdata for one in written)
+        fresh.difference_update(item.untyped_storage()._cdata for item in written)
         read = bytes_of(list(tensors)) - (0 if updates else bytes_of(written))
         segment.ops.append(Op("elements", *self._about(), kernel, read=read, written=bytes_of(written)))
 
@@ -305,5 +307,5 @@ class Tracer:
         for number in range(1, times):
             shift = number * moves
             segment.ops += [op if op.id < 0 else op._replace(id=op.id + shift) for op in turn]
-        self._shifted |= {one: one + (times - 1) * moves for one in range(before + 1, self._moves + 1)}
+        self._shifted |= {item: item + (times - 1) * moves for item in range(before + 1, self._moves + 1)}
         self._moves += (times - 1) * moves

@@ -126,12 +126,12 @@ def _new_binding(a: Distributed, b: Distributed, wanted: Wanted, out: Distribute
     if wanted.workspace is not None and not wanted.takes_any:
         raise ConfigError(f"workspace is of products of any layouts; leave it out, or algorithm={wanted.algorithm!r}.")
     target = target_of(a, wanted, out)
-    grid, found = a.grid, None
+    grid, result = a.grid, None
     if wanted.algorithm != ANY and wanted.workspace is None and b.grid is grid:
         take = matching if wanted.takes_any else product_of
-        found = take(a, b, grid.shape, wanted.form, wanted.algorithm, wanted.options)
-    if found is not None:
-        plan, a_transposed, b_transposed = found
+        result = take(a, b, grid.shape, wanted.form, wanted.algorithm, wanted.options)
+    if result is not None:
+        plan, a_transposed, b_transposed = result
         fits = target is None or (target == plan.c_layout and (out is None or out.grid is grid))
         if not fits and wanted.out_layout is not None and not wanted.takes_any:
             raise ConfigError(f"{plan.name} leaves C in {plan.c_layout}: leave out_layout={str(target)!r} out, or the algorithm.")

@@ -66,7 +66,7 @@ class Executors:
 
 def executors_of(grid: BaseGrid) -> Executors:
     """The executors that `grid` keeps until it is freed."""
-    found: Executors | None = grid.job.kept[grid].get(Executors)
-    if found is None:
-        found = grid.job.kept[grid][Executors] = Executors(grid)
-    return found
+    result: Executors | None = grid.job.kept[grid].get(Executors)
+    if result is None:
+        result = grid.job.kept[grid][Executors] = Executors(grid)
+    return result

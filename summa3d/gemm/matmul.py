@@ -65,9 +65,9 @@ def matmul(
         is_related = False
     if is_related:
         if algorithm is None and not options and workspace is None:
-            found = product_of_one(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
-            if found is not None:
-                return found
+            result = product_of_one(a, b, Wanted(form, algorithm, options, out_layout, objective), alpha, beta, out)
+            if result is not None:
+                return result
         a, b = resolved(a), resolved(b)
     bound = kept_binding(a, b, form, algorithm, options, out_layout, objective, workspace) if out is None else None
     bound = bound or _checked(a, b, Wanted(form, algorithm, options, out_layout, objective, workspace), alpha, beta, out)
@@ -147,7 +147,7 @@ def check_out(out: Distributed, a: Distributed, b: Distributed, shape: Sequence[
 
 def tell(name: str, refusal: Summa3dError, a: object, b: object) -> None:
     """Let the other ranks that may be in this product hear that this one refuses it: of two grids, all of their communicator."""
-    grids = [one.grid for one in (a, b) if isinstance(one, Distributed)]
+    grids = [item.grid for item in (a, b) if isinstance(item, Distributed)]
     if not grids:
         return
     axis = None

@@ -144,8 +144,8 @@ class DistMatrix(DistTensor):
     def to_raw(self, path: str | Path, order: str = "C") -> None:
         """Write the bare elements by rows (order C) or columns (F) to a file that all ranks reach. DataError on all ranks."""
         _check_order(order)
-        one = self if order == "C" else self.T
-        raw.write(one.block, one.shape, one.grid, one.layout, Path(path))
+        item = self if order == "C" else self.T
+        raw.write(item.block, item.shape, item.grid, item.layout, Path(path))
 
     def to_hdf5(self, path: str | Path, dataset: str) -> None:
         """Write a dataset of an HDF5 file that all ranks can reach, rank after rank; other datasets of the file stay.

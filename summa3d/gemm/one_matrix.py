@@ -66,8 +66,8 @@ class Lying(NamedTuple):
 
 def general_layout(a: Any, b: Any, grid: BaseGrid, form: str) -> Ownership | None:
     """Return where C lies by the algorithm that has the operands' layouts; None where there is none."""
-    found = matching(a, b, grid.shape, form, None, {})
-    return None if found is None else found[0].c_layout
+    result = matching(a, b, grid.shape, form, None, {})
+    return None if result is None else result[0].c_layout
 
 
 def plan_syrk(
@@ -100,8 +100,8 @@ def plan_syrk(
     check_storage(storage, out_layout)
     form, target, layout = FORMS[form], out_layout, ownership(a_layout)
     if target is None and all(is_whole(size) and size >= 0 for size in (n, k)):
-        one = Lying(layout, (n, k) if form[0] == "n" else (k, n))
-        target = general_layout(one, one, grid, form)
+        item = Lying(layout, (n, k) if form[0] == "n" else (k, n))
+        target = general_layout(item, item, grid, form)
     return planned(layout, n, k, grid, target, form, dtype, storage, objective, machine)
 
 
@@ -112,12 +112,12 @@ def product_of_one(
 
     So it is where that is predicted to be faster (not if `forced`), and where something is wrong, which it then says.
     """
-    one = one_matrix(a, b, wanted.form)
-    if one is None or (out is not None and not _fits(out, one)):
+    item = one_matrix(a, b, wanted.form)
+    if item is None or (out is not None and not _fits(out, item)):
         return None
-    root, grid = one.matrix, one.matrix.grid
+    root, grid = item.matrix, item.matrix.grid
     try:
-        bound = bound_of(one, a, b, wanted, out, forced)
+        bound = bound_of(item, a, b, wanted, out, forced)
     except AgreementError:
         raise
     except (Summa3dError, TypeError):
@@ -132,21 +132,21 @@ def product_of_one(
         bound.product.check(root.block, None if out is None else out.block, alpha, beta)
         if out is not None:
             agree_on_out(bound.product.axis.comm, out.block, root.block, root.block)
-        block = bound.product.run(root.block, None if out is None else out.block, alpha, beta, one.conjugates)
+        block = bound.product.run(root.block, None if out is None else out.block, alpha, beta, item.conjugates)
     assert bound.plan.c is not None
     return root.with_block(block, bound.plan.c.layout, bound.plan.c.shape) if out is None else out
 
 
-def _fits(out: Any, one: OneMatrix) -> bool:
+def _fits(out: Any, operand: OneMatrix) -> bool:
     """Return whether C may be written to `out`, as far as all ranks know alike."""
-    n = one.matrix.shape[1 if one.form[0] != "n" else 0]
-    if not isinstance(out, Distributed) or out.grid is not one.matrix.grid or tuple(out.shape) != (n, n):
+    n = operand.matrix.shape[1 if operand.form[0] != "n" else 0]
+    if not isinstance(out, Distributed) or out.grid is not operand.matrix.grid or tuple(out.shape) != (n, n):
         return False
-    return out.shown.matrix is not one.matrix and not out.shown.conjugated
+    return out.shown.matrix is not operand.matrix and not out.shown.conjugated
 
 
 def bound_of(
-    one: OneMatrix,
+    operand: OneMatrix,
     a: Distributed,
     b: Distributed,
     wanted: Wanted,
@@ -158,29 +158,29 @@ def bound_of(
 
     C lies where the general product leaves it, if nothing is said. Raises what that raises, TypeError for what has no hash.
     """
-    root, grid = one.matrix, one.matrix.grid
+    root, grid = operand.matrix, operand.matrix.grid
     kept: dict[Any, SymmetricBinding] = grid.job.kept[grid].setdefault(SymmetricBinding, {})
-    key = (root.layout, root.shape, root.block.dtype, place_of(root.block), forced, storage, *one[1:], wanted.form)
+    key = (root.layout, root.shape, root.block.dtype, place_of(root.block), forced, storage, *operand[1:], wanted.form)
     key = (*key, wanted.out_layout, wanted.objective, None if out is None else out.layout)  # type: ignore[assignment]
     bound = kept.get(key)
     if bound is None or grid.job.check:
         if len(kept) >= KEPT_BINDINGS:
             kept.clear()
-        bound = kept[key] = _new_binding(one, a, b, wanted, out, forced, storage)
+        bound = kept[key] = _new_binding(operand, a, b, wanted, out, forced, storage)
     return bound
 
 
 def _new_binding(
-    one: OneMatrix, a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None, forced: bool, storage: str
+    operand: OneMatrix, a: Distributed, b: Distributed, wanted: Wanted, out: Distributed | None, forced: bool, storage: str
 ) -> SymmetricBinding:
-    root, grid = one.matrix, one.matrix.grid
+    root, grid = operand.matrix, operand.matrix.grid
     root.check_block()
     check_dtype(root.block)
     target = target_of(a, wanted, out)
     if target is None:
         target = general_layout(a, b, grid, wanted.form)
-    n, k = root.shape if one.form[0] == "n" else root.shape[::-1]
-    plan = planned(root.layout, n, k, grid, target, one.form, dtype_name(root.block), storage, wanted.objective)
+    n, k = root.shape if operand.form[0] == "n" else root.shape[::-1]
+    plan = planned(root.layout, n, k, grid, target, operand.form, dtype_name(root.block), storage, wanted.objective)
     slowest = max(SLOWER * plan.general.seconds, plan.general.seconds + NOTICED)
     taken = forced or plan.steady_seconds <= slowest
     if taken and grid.inside:

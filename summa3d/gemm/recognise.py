@@ -34,11 +34,11 @@ def product_of(
     Raises LayoutError if no plan has these layouts, GridError if one has but cannot use the grid, ConfigError for options that
     the algorithm does not have.
     """
-    found = matching(a, b, grid_shape, form, algorithm, options)
-    if found is None:
+    result = matching(a, b, grid_shape, form, algorithm, options)
+    if result is None:
         extents, names = sizes(a.shape, b.shape, form), _names(algorithm, options)
         raise LayoutError(_no_plan(a.layout, b.layout, tuple(grid_shape), form, extents, names, options))
-    return found
+    return result
 
 
 def matching(

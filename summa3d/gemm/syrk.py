@@ -58,8 +58,17 @@ class PackedSymmetric:
         if not isinstance(other, PackedSymmetric):
             return NotImplemented
         mine, others = (
-            (one.grid, one.plan.n, one.plan.is_hermitian, one.plan.way, one.plan.x, one.plan.y, one.plan.z, one.blocks.dtype)
-            for one in (self, other)
+            (
+                item.grid,
+                item.plan.n,
+                item.plan.is_hermitian,
+                item.plan.way,
+                item.plan.x,
+                item.plan.y,
+                item.plan.z,
+                item.blocks.dtype,
+            )
+            for item in (self, other)
         )
         if mine != others:
             raise LayoutError(f"The shares of {self.plan!r} and {other.plan!r} differ: add what .full(layout) makes of each.")
@@ -124,24 +133,24 @@ def syrk(
     check_storage(storage, out_layout)
     wanted = Wanted(FORMS[form], None, {}, out_layout, objective)
     if storage == "full":
-        found: DistMatrix | None = product_of_one(a, a, wanted, alpha, beta, out, True) if isinstance(a, DistMatrix) else None
-        if found is not None:
-            return found  # else the general product says what is wrong
+        result: DistMatrix | None = product_of_one(a, a, wanted, alpha, beta, out, True) if isinstance(a, DistMatrix) else None
+        if result is not None:
+            return result  # else the general product says what is wrong
         return matmul(a, a, FORMS[form], None, alpha, beta, out, out_layout=out_layout, objective=objective)
     try:
         if not isinstance(a, DistMatrix) or out is not None or beta != 0:
             raise ShapeError(f"syrk with storage lower takes a DistMatrix, no out and no beta; a is a {type(a).__name__}.")
-        one = one_matrix(a, a, FORMS[form])
-        assert one is not None
-        bound = bound_of(one, a, a, wanted, None, True, storage)
-        check_scale(alpha, bound.plan, dtype_name(one.matrix.block))
+        item = one_matrix(a, a, FORMS[form])
+        assert item is not None
+        bound = bound_of(item, a, a, wanted, None, True, storage)
+        check_scale(alpha, bound.plan, dtype_name(item.matrix.block))
         if bound.product is not None:
-            bound.product.check(one.matrix.block)
+            bound.product.check(item.matrix.block)
     except Summa3dError as refusal:
         tell("syrk", refusal, a, a)
         raise
-    block = one.matrix.block
+    block = item.matrix.block
     if bound.product is None:
         return PackedSymmetric(empty((0,), block), bound.plan, a.grid)
-    share = bound.product.share(block, alpha, one.conjugates)
+    share = bound.product.share(block, alpha, item.conjugates)
     return PackedSymmetric(share if share.dtype == block.dtype else cast(share, block), bound.plan, a.grid)

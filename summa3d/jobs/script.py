@@ -67,8 +67,11 @@ class JobSite:
         ]
         if self.device == "cuda":
             lines.append("export SUMMA3D_DEVICE=cuda SUMMA3D_TRANSPORT=${SUMMA3D_TRANSPORT:-auto} # `summa3d doctor` says which")
-        for one in self.variables:
-            lines += [f"# SITE: {one['source']}", f'export {one["name"]}="${{{one["name"]}:-{one["value"]}}}"']
+        for variable in self.variables:
+            lines += [
+                f"# SITE: {variable['source']}",
+                f'export {variable["name"]}="${{{variable["name"]}:-{variable["value"]}}}"',
+            ]
         return "\n".join(lines) + "\n" + launch
 
 
@@ -85,12 +88,12 @@ def site(name: str) -> JobSite:
     try:
         table = read_toml(file)
         lists = {key: tuple(value) for key, value in table.items() if isinstance(value, list)}
-        found = JobSite(**{"name": file.stem, **table, **lists})
+        result = JobSite(**{"name": file.stem, **table, **lists})
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} describes no site: {error}.") from error
-    if found.device not in ("cpu", "cuda") or found.ranks < 1 or not (found.launch or found.like):
+    if result.device not in ("cpu", "cuda") or result.ranks < 1 or not (result.launch or result.like):
         raise ConfigError(f"{file} describes no site: it needs a device cpu or cuda, ranks of a node, and launch or like.")
-    return found
+    return result
 
 
 def header(of: JobSite, name: str, nodes: int, ranks: int, options: Mapping[str, str]) -> list[str]:
@@ -114,23 +117,23 @@ def compose(of: JobSite, head: Sequence[str], body: str) -> str:
 
 def write_all(of: JobSite) -> dict[str, str]:
     """File name → script of every kind of job that runs at a site."""
-    found = {}
+    result = {}
     for kind in of.kinds:
         nodes = NODES.get((kind, of.device), 1)
         grid = GRIDS.get(nodes * of.ranks, f"x={nodes * of.ranks},y=1,z=1")
         name = f"{of.name}_{kind}"
         default = "" if kind == "scaling" else f"GRID=${{GRID:-{grid}}}\n"
         says, does = _parted(_read(f"{kind}.sh").replace("FILE", f"{name}.sh"))
-        found[f"{name}.sh"] = compose(of, header(of, name, nodes, of.ranks, KINDS[kind]), says + default + does)
-    return found
+        result[f"{name}.sh"] = compose(of, header(of, name, nodes, of.ranks, KINDS[kind]), says + default + does)
+    return result
 
 
 def site_of(cluster: str, device: str) -> JobSite:
     """The site of a described cluster: its own, or the general one. Raises ConfigError where its devices cannot be used."""
-    found = site(cluster) if cluster in names() else site(device)
-    if found.refused and device == "cuda":
-        raise ConfigError(found.refused)
-    return found if found.device == device and "train" in found.kinds else site(device)
+    result = site(cluster) if cluster in names() else site(device)
+    if result.refused and device == "cuda":
+        raise ConfigError(result.refused)
+    return result if result.device == device and "train" in result.kinds else site(device)
 
 
 def assigned(**variables: object) -> str:

@@ -184,7 +184,10 @@ class Emulated:
         if ranks < 1 or ranks % nodes:
             raise LaunchError(f"{nodes} nodes do not divide {ranks} ranks; {nodes}, {2 * nodes} or {4 * nodes} would fit.")
         shell = f"/proc/{self._switch}/root{SHELL_FILE}"
-        cases = [f'{one}) shift; exec {shlex.join(self.in_node(place))} sh -c "$*";;' for place, one in enumerate(self.addresses)]
+        cases = [
+            f'{address}) shift; exec {shlex.join(self.in_node(place))} sh -c "$*";;'
+            for place, address in enumerate(self.addresses)
+        ]
         lines = ["#!/bin/sh", 'while [ "${1#-}" != "$1" ]; do shift; done', "case $1 in", *cases, "esac"]
         with open(os.open(shell, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o755), "w", encoding="ascii") as file:
             file.write("\n".join([*lines, 'echo "there is no node $1" >&2; exit 1', ""]))

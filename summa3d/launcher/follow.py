@@ -90,7 +90,7 @@ def told(folder: Path, now: float, at_least: float = 0.0) -> list[str]:
     Empty where nobody waited, or no one as long as `at_least` seconds.
     """
     flights = flight.read_folder(folder)
-    longest = max((now - one.waits.began for one in flights if one.waits), default=-1.0)
+    longest = max((now - flight.waits.began for flight in flights if flight.waits), default=-1.0)
     if longest < at_least:
         return []
     kept = flight_files.save(folder, now)
@@ -161,11 +161,11 @@ class Alone:
 
 def _is_hopeless(flights: Sequence[flight.Flight]) -> bool:
     """Return whether some rank waits in a collective of ranks of which one has ended."""
-    ended = {one.rank for one in flights if one.ended}
-    for one in flights:
-        if one.waits is not None and not one.waits.what.startswith(flight.MESSAGES):
-            axis = one.waits.axis
-            if ended.intersection(flight.members(axis)) or axis == "all ranks" or re.search(rf"\b{one.ranks} ranks", axis):
+    ended = {flight.rank for flight in flights if flight.ended}
+    for item in flights:
+        if item.waits is not None and not item.waits.what.startswith(flight.MESSAGES):
+            axis = item.waits.axis
+            if ended.intersection(flight.members(axis)) or axis == "all ranks" or re.search(rf"\b{item.ranks} ranks", axis):
                 return True
     return False
 

@@ -81,13 +81,13 @@ def remove_left(since: float, folder: Path = FOLDER) -> None:
 
 def _own(folder: Path) -> dict[Path, float]:
     """The segments of this user in a folder, and when each was made."""
-    found = {}
+    result = {}
     for path in (path for name in NAMES for path in folder.glob(name)):
         with contextlib.suppress(FileNotFoundError):
             status = path.lstat()
             if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
-                found[path] = status.st_mtime
-    return found
+                result[path] = status.st_mtime
+    return result
 
 
 def _used(process: Path) -> set[Path]:

@@ -64,11 +64,11 @@ class BlockCyclic:
 
         Raises LayoutError where the text cannot be read or is not that of a block-cyclic matrix.
         """
-        found = read(text)
-        rows, columns = (*found.blocks, None, None)[:2]
-        if len(found.dims) != 2 or rows is None or columns is None or found.root_only or found.grains:
+        result = read(text)
+        rows, columns = (*result.blocks, None, None)[:2]
+        if len(result.dims) != 2 or rows is None or columns is None or result.root_only or result.grains:
             raise LayoutError(f"{text!r} is not block-cyclic: two dims, each with the size of its blocks, as 'm:x[64] k:y[32]'.")
-        return cls((found.dims[0], rows), (found.dims[1], columns))
+        return cls((result.dims[0], rows), (result.dims[1], columns))
 
     @property
     def dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -119,7 +119,7 @@ class Layout:
         once = own_root_only
         if at:
             own_root_only += tuple(axis for axis in at if axis not in own_root_only)
-            own_at = tuple(sorted((axis, found) for axis in at if (found := _indices_of(axis, at[axis])) != (0,)))
+            own_at = tuple(sorted((axis, result) for axis in at if (result := _indices_of(axis, at[axis])) != (0,)))
             once = tuple(axis for axis in own_root_only if len(dict(own_at).get(axis, ())) < 2)
         put = object.__setattr__
         put(self, "dims", own_dims)
@@ -318,10 +318,10 @@ def _axes_of(axes: Sequence[str]) -> tuple[str, ...]:
 
 def _indices_of(axis: str, given: Sequence[int]) -> tuple[int, ...]:
     """The indices that hold a block, ascending. Raises LayoutError where there is none, or one is no index."""
-    found = tuple(sorted(set(given)))
-    if not found or not all(isinstance(index, int) and index >= 0 for index in found):
+    result = tuple(sorted(set(given)))
+    if not result or not all(isinstance(index, int) and index >= 0 for index in result):
         raise LayoutError(f"at={{{axis!r}: {given!r}}} must name the indices that hold the block, such as {{{axis!r}: (0, 3)}}.")
-    return found
+    return result
 
 
 def _checked_grains(grains: Sequence[Sequence[int]], dims: tuple[tuple[str, ...], ...]) -> tuple[tuple[int, ...], ...]:
@@ -330,11 +330,11 @@ def _checked_grains(grains: Sequence[Sequence[int]], dims: tuple[tuple[str, ...]
         raise LayoutError(f"grains {grains} of a layout of {len(dims)} dims: they have as many, () where each element counts.")
     kept = []
     for dim, grain in enumerate(grains):
-        if len(grain) > len(dims[dim]) or any(type(one) is not int or one == 0 for one in grain):
+        if len(grain) > len(dims[dim]) or any(type(item) is not int or item == 0 for item in grain):
             raise LayoutError(
                 f"grains {tuple(grain)} of dim {dim} are whole numbers other than 0, at most {len(dims[dim])} of them."
             )
-        long = max((level + 1 for level, one in enumerate(grain) if one != 1), default=0)
+        long = max((level + 1 for level, item in enumerate(grain) if item != 1), default=0)
         kept.append(tuple(grain[:long]))
     return tuple(kept) if any(kept) else ()
 

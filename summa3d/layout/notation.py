@@ -59,7 +59,7 @@ def written(
     for position, axes in enumerate(dims):
         item = names[position] if names else str(position)
         if grains and grains[position]:
-            kept = ["" if one == 1 else f"*{one}" if one > 0 else f"/{-one}" for one in grains[position]]
+            kept = ["" if grain == 1 else f"*{grain}" if grain > 0 else f"/{-grain}" for grain in grains[position]]
             axes = [f"{axis}{text}" for axis, text in zip_longest(axes, kept, fillvalue="")]
         if axes:
             item += f":{axes[0]}" if len(axes) == 1 else f":({','.join(axes)})"
@@ -67,8 +67,8 @@ def written(
             item += f"[{blocks[position]}]"
         items.append(item)
     if root_only:
-        found = {axis: (held or {}).get(axis, (0,)) for axis in root_only}
-        texts = {axis: one if isinstance(one, str) else "+".join(map(str, one)) for axis, one in found.items()}
+        result = {axis: (held or {}).get(axis, (0,)) for axis in root_only}
+        texts = {axis: item if isinstance(item, str) else "+".join(map(str, item)) for axis, item in result.items()}
         items.append("@" + ",".join(f"{axis}={text}" for axis, text in texts.items()))
     return " ".join(items)
 
@@ -122,11 +122,11 @@ class _Reader:
         """The axes after a colon: one, or several in parentheses."""
         if not self.accept("("):
             return self.grained([self.word("an axis, or '(' and several")])
-        found = [self.word("an axis")]
+        result = [self.word("an axis")]
         while not self.accept(")"):
             self.expect(",", "',' or ')'")
-            found.append(self.word("an axis"))
-        return self.grained(found)
+            result.append(self.word("an axis"))
+        return self.grained(result)
 
     def grained(self, words: Sequence[str]) -> tuple[str, ...]:
         """The axes of the words of a dim; the items that they keep whole are kept beside."""
@@ -149,19 +149,19 @@ class _Reader:
 
     def root_only_axes(self) -> dict[str, str]:
         """Axis → the indices that hold the block, or the axis whose index it follows; what stands behind '@', up to the end."""
-        found: dict[str, str] = {}
+        result: dict[str, str] = {}
         while True:
             self.skip_blanks()
             start, axis = self.at, self.word("a root-only axis, such as y=0")
-            if axis in found:
+            if axis in result:
                 self.fail(start, f"another axis ({axis} is named before)")
             self.expect("=", "'='")
-            start, found[axis] = self.at, self.word(HELD)
-            if found[axis][0].isdigit() and not INDICES.fullmatch(found[axis]):
+            start, result[axis] = self.at, self.word(HELD)
+            if result[axis][0].isdigit() and not INDICES.fullmatch(result[axis]):
                 self.fail(start, HELD)
             self.skip_blanks()
             if self.at == len(self.text):
-                return found
+                return result
             self.expect(",", "',' or the end")
 
     def end_item(self) -> None:
@@ -173,11 +173,11 @@ class _Reader:
 
     def word(self, wanted: str) -> str:
         """The word at the cursor, which steps behind it."""
-        found = WORD.match(self.text, self.at)
-        if found is None:
+        result = WORD.match(self.text, self.at)
+        if result is None:
             self.fail(self.at, wanted)
-        self.at = found.end()
-        return found.group()
+        self.at = result.end()
+        return result.group()
 
     def accept(self, mark: str) -> bool:
         """Step over `mark` where it stands at the cursor."""
@@ -192,10 +192,10 @@ class _Reader:
 
     def skip_blanks(self) -> None:
         """Step over blanks."""
-        found = BLANKS.match(self.text, self.at)
-        self.at = found.end() if found else self.at
+        result = BLANKS.match(self.text, self.at)
+        self.at = result.end() if result else self.at
 
     def fail(self, at: int, wanted: str) -> NoReturn:
         """Raise LayoutError for what stands at position `at`."""
-        found = repr(self.text[at:]) if at < len(self.text) else "the end"
-        raise LayoutError(f"The layout {self.text!r} cannot be read at position {at}: found {found}, expected {wanted}.\n{HELP}")
+        result = repr(self.text[at:]) if at < len(self.text) else "the end"
+        raise LayoutError(f"The layout {self.text!r} cannot be read at position {at}: found {result}, expected {wanted}.\n{HELP}")

@@ -329,7 +329,7 @@ class Exchange:
             yield from kept
             return
         packed, start = self.axis.ledger.track(empty((sum(self._sizes),), block)), 0
-        for piece in sorted(self._gives, key=lambda one: one.receiver):
+        for piece in sorted(self._gives, key=lambda item: item.receiver):
             packed[start : start + piece.words] = taken(block, piece.take).reshape(-1)
             start += piece.words
         arrived = self.axis.ledger.track(self.axis.all_to_all(packed, sizes=self._sizes, receive_sizes=self._receive_sizes))

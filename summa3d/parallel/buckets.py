@@ -68,11 +68,11 @@ class Bucket:
 
     def parts_in(self, own: Tensor, index: int, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """The parts of member `index`, as views of what a reduce-scatter left it: rows of blocks of these shapes."""
-        found, start = {}, 0
+        result, start = {}, 0
         for part in self.members[index]:
-            found[part.name] = own[start : start + part.words].view(part.stop - part.start, *shapes[part.name][1:])
+            result[part.name] = own[start : start + part.words].view(part.stop - part.start, *shapes[part.name][1:])
             start += part.words
-        return found
+        return result
 
 
 def buckets_of(states: Sequence[ParameterState], chunk_of: Callable[[str], int], size: int) -> list[Bucket]:
@@ -94,12 +94,12 @@ def buckets_of(states: Sequence[ParameterState], chunk_of: Callable[[str], int],
         axes = replicas_of(state.shardings.used, state.shardings.grid)
         if axes and state.shardings.numel:
             kinds.setdefault((chunk_of(state.name), axes, state.parameter.dtype), []).append(state)
-    found = []
+    result = []
     for (chunk, axes, _), of_kind in kinds.items():
         for together in _filled(of_kind, size):
             parts = zip(*(map(partial(_part, state), state.shardings.rows) for state in together), strict=True)
-            found.append(Bucket(chunk, axes, tuple(parts)))
-    return found
+            result.append(Bucket(chunk, axes, tuple(parts)))
+    return result
 
 
 def _filled(states: Iterable[ParameterState], size: int) -> Iterator[list[ParameterState]]:
@@ -107,7 +107,7 @@ def _filled(states: Iterable[ParameterState], size: int) -> Iterator[list[Parame
     together: list[ParameterState] = []
     for state in states:
         together.append(state)
-        if sum(one.shardings.numel * one.parameter.itemsize for one in together) >= size:
+        if sum(item.shardings.numel * item.parameter.itemsize for item in together) >= size:
             yield together
             together = []
     if together:

@@ -23,8 +23,8 @@ def replay(schedule: Schedule, arithmetic: Iterable[tuple[int, Iterable[tuple[st
             if name in names:
                 op: ScheduleOp = names[name]
                 taken.setdefault((op.kind, schedule.stages[index][op.chunk]), []).append(seconds)
-        for key, found in taken.items():
-            slowest[key] = max(slowest.get(key, 0.0), fmean(found))
+        for key, result in taken.items():
+            slowest[key] = max(slowest.get(key, 0.0), fmean(result))
     return timeline(schedule, of_stages=slowest)
 
 

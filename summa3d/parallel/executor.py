@@ -217,7 +217,7 @@ class PipelineExecutor:
             self.pending[key] = PendingBackward(root, of_output, of_input, deferred, term)
         if not stage.leaves:
             self._pass(y, "F", op.chunk + 1, op, sent)
-        return [one.detach() for one in ([y] if stage.leaves else []) + ([] if term is None else [term])]
+        return [item.detach() for item in ([y] if stage.leaves else []) + ([] if term is None else [term])]
 
     def _backward(self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, scale: float) -> None:
         key, stage = MicroBatchKey(op.chunk, op.micro), self.stages[op.chunk]

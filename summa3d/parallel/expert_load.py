@@ -38,8 +38,8 @@ class ExpertLoads:
     @classmethod
     def of(cls, model: Body, states: Iterable[ParameterState]) -> ExpertLoads | None:
         """Those of a model, None where it has no experts. The first call is collective: it makes a communicator."""
-        found = ((layer, getattr(block, "moe", None)) for layer, block in enumerate(model.blocks))
-        layers = {layer: moe for layer, moe in found if isinstance(moe, MoE)}
+        result = ((layer, getattr(block, "moe", None)) for layer, block in enumerate(model.blocks))
+        layers = {layer: moe for layer, moe in result if isinstance(moe, MoE)}
         if not layers:
             return None
         whole = model.context.whole

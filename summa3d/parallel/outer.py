@@ -41,8 +41,8 @@ class OuterAxis(NamedTuple):
     @property
     def values(self) -> dict[str, list[Any]]:
         """Each dotted key of its choices → its values."""
-        keys = dict.fromkeys(key for one in self.choices for key in one)
-        return {key: list(dict.fromkeys(one[key] for one in self.choices if key in one)) for key in keys}
+        keys = dict.fromkeys(key for choice in self.choices for key in choice)
+        return {key: list(dict.fromkeys(choice[key] for choice in self.choices if key in choice)) for key in keys}
 
 
 def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:

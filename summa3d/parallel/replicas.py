@@ -96,18 +96,18 @@ class Replicas:
     ) -> Replicas:
         """The replicas of these states; collective over them. bucket : bytes of a bucket; chunk_of : as of `buckets_of`."""
         buckets = buckets_of(states, chunk_of, bucket) if zero < 3 else []
-        found = cls({state.name: state for state in states}, grid, buckets, zero)
-        for axes in (*found.planes, replica_axes(grid.shape)):
+        result = cls({state.name: state for state in states}, grid, buckets, zero)
+        for axes in (*result.planes, replica_axes(grid.shape)):
             grid[axes]  # makes its communicator
-        for one in buckets:
-            for name in one.names:
-                state = found.states[name]
+        for item in buckets:
+            for name in item.names:
+                state = result.states[name]
                 if zero == 2:
-                    state.taken = partial(found.take, one)
-                    found._leaves[id(state.leaf)] = name
+                    state.taken = partial(result.take, item)
+                    result._leaves[id(state.leaf)] = name
                 elif state.parameter.requires_grad:
-                    state.leaf.register_post_accumulate_grad_hook(partial(found._arrived, name))
-        return found
+                    state.leaf.register_post_accumulate_grad_hook(partial(result._arrived, name))
+        return result
 
     @property
     def planes(self) -> list[tuple[str, ...]]:
@@ -118,7 +118,7 @@ class Replicas:
         """Raise AgreementError unless all replicas have the same buckets, naming those that differ; collective."""
         for axes in self.planes:
             mine = [bucket for bucket in self.buckets if bucket.axes == axes]
-            facts = {f"bucket {place}": (one.chunk, one.names, one.sizes) for place, one in enumerate(mine)}
+            facts = {f"bucket {place}": (item.chunk, item.names, item.sizes) for place, item in enumerate(mine)}
             check_agreement(self.grid[axes].comm, f"the buckets of {'·'.join(axes)}", facts)
 
     @property
@@ -155,7 +155,7 @@ class Replicas:
         whole = plane.all_reduce(np.array([complex(loss, summand)]))[0]
         if whole.imag:
             given = plane.all_reduce(np.array([float(state.given) for state in states]), "max")
-            self._without = [state.name for state, found in zip(states, given, strict=True) if not found]
+            self._without = [state.name for state, result in zip(states, given, strict=True) if not result]
         return float(whole.real)
 
     def reduce(self) -> None:
@@ -172,7 +172,9 @@ class Replicas:
         """
         if self.zero < 2:
             trained = {name for name, state in self.states.items() if state.parameter.requires_grad}
-            self._awaited[chunk] = deque((one, trained & set(one.names)) for one in self.buckets if one.chunk == chunk)
+            self._awaited[chunk] = deque(
+                (bucket, trained & set(bucket.names)) for bucket in self.buckets if bucket.chunk == chunk
+            )
 
     def _arrived(self, name: str, leaf: Tensor) -> None:
         """Begin the sums that wait for a gradient that backward has left, and let MPI move what is in flight."""

@@ -167,8 +167,8 @@ def zb_v(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
 def _first(m: int, *kinds: str) -> list[ScheduleOp]:
     """Ops by kind and chunk (0 where it is left out), each for the next of m micro-batches, and left out behind the last."""
     following = {kind: iter([ScheduleOp(kind[0], int(kind[1:] or 0), micro) for micro in range(m)]) for kind in {*kinds}}
-    found = (next(following[kind], None) for kind in kinds)
-    return [op for op in found if op is not None]
+    result = (next(following[kind], None) for kind in kinds)
+    return [op for op in result if op is not None]
 
 
 def looped(p: int, v: int) -> tuple[int, ...]:
@@ -293,7 +293,7 @@ def in_two(schedule: Schedule) -> Schedule:
     def both(op: ScheduleOp) -> tuple[ScheduleOp, ...]:
         return (op._replace(kind="X"), op._replace(kind="W")) if op.kind == "B" else (op,)
 
-    return replace(schedule, programs=tuple(tuple(one for op in ops for one in both(op)) for ops in schedule.programs))
+    return replace(schedule, programs=tuple(tuple(item for op in ops for item in both(op)) for ops in schedule.programs))
 
 
 def _with_sums(ops: Sequence[ScheduleOp], replicas: bool, table: int | None) -> Iterator[ScheduleOp]:

@@ -39,10 +39,10 @@ class ScheduleTimeline:
     @cached_property
     def busy(self) -> list[float]:
         """The time for which each rank computes."""
-        found = [0.0] * self.schedule.p
+        result = [0.0] * self.schedule.p
         for span in self.spans:
-            found[span.rank] += span.end - span.start
-        return found
+            result[span.rank] += span.end - span.start
+        return result
 
     @property
     def idle(self) -> list[float]:
@@ -111,9 +111,9 @@ def in_order(schedule: Schedule) -> Events:
 
     def joined(rank: int) -> int:
         """The event of another rank that T waits for; below 0 where not all ranks of T are there."""
-        if not together and all(schedule.programs[one][places[one]].kind == "T" for one in joint):
-            together.update({one: last[one] for one in joint})
-        return max((turn for one, turn in together.items() if one != rank), default=0 if together else -1)
+        if not together and all(schedule.programs[item][places[item]].kind == "T" for item in joint):
+            together.update({item: last[item] for item in joint})
+        return max((turn for item, turn in together.items() if item != rank), default=0 if together else -1)
 
     going = True
     while going:

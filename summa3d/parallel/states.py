@@ -99,12 +99,12 @@ class LocalShardings(Shardings):
         """The rows of this rank's block that each of the ranks with copies owns, in the order of their plane."""
         used, grid = self.used, self.grid
         axes, start = replicas_of(used, grid), used.slices(grid)[0].start
-        found = []
+        result = []
         for point in itertools.product(*(range(grid.shape[axis]) for axis in axes)):
             at = {**grid.coordinates, **dict(zip(axes, point, strict=True))}
             rows = self.partition.layout.slices(used.shape, grid.shape, at)[0]
-            found.append(slice(rows.start - start, rows.stop - start))
-        return found
+            result.append(slice(rows.start - start, rows.stop - start))
+        return result
 
     @cached_property
     def cut(self) -> bool:
@@ -255,11 +255,11 @@ def states_of(model: torch.nn.Module, grid: BaseGrid, zero: int = 0, dtype: torc
 
     zero : as of `Shardings.of`. dtype : that layers compute in; default the parameters' own
     """
-    found = []
+    result = []
     for name, p in named_parameters(model):
         wanted = p.dtype if dtype is None else dtype
         of = Shardings.of(p.sharding, replicas_of(p.sharding, grid), zero, wanted != p.dtype)
         state = ParameterState(name, p, LocalShardings(of.used, of.stored, of.gradient, of.moments, grid))
         state.shard(wanted, copied=zero < 3)
-        found.append(state)
-    return found
+        result.append(state)
+    return result

@@ -107,8 +107,8 @@ class Sweep:
             raise ConfigError(f"kind = {self.kind!r} with weak = {self.weak!r}: weak scaling alone has a rule.")
         if self.config and self.what != "train":
             raise ConfigError(f"config = {self.config!r} is for what = 'train'; this sweep is of {self.what}.")
-        for number, one in enumerate(self.series, 1):
-            _check_series(number, one)
+        for number, item in enumerate(self.series, 1):
+            _check_series(number, item)
         _check_values("", (self.base, self.vary, self.series, self.weak, self.published))
         self._check_vary()
 
@@ -141,8 +141,8 @@ class Sweep:
 def _check_values(key: str, value: Any) -> None:
     """Raise ConfigError for dates and times of TOML, which no key takes and no line of a sweep has."""
     if isinstance(value, (Mapping, list, tuple)):
-        for name, one in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _check_values(str(name) if isinstance(value, Mapping) else key, one)
+        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _check_values(str(name) if isinstance(value, Mapping) else key, item)
     elif isinstance(value, (date, time)):  # a datetime is a date
         raise ConfigError(f"{key} = {value} of a sweep is a date or a time; write a text in quotes, or a number.")
 
@@ -153,7 +153,7 @@ def _check_series(number: int, own: Any) -> None:
         raise ConfigError(f"series has {own!r}; it takes tables [[series]].")
     for key, value in own.items():
         if key not in SERIES:
-            raise unknown_key(f"series.{key}", [f"series.{one}" for one in SERIES])
+            raise unknown_key(f"series.{key}", [f"series.{item}" for item in SERIES])
         words, fits = SERIES[key]
         if not isinstance(value, fits):
             raise ConfigError(f"{key} = {value!r} of series {number} is {describe_value(value)}; it takes {words}.")
@@ -165,18 +165,18 @@ def flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     >>> flat({"model": {"hidden": 8}, "dtype": "float32"})
     {'model.hidden': 8, 'dtype': 'float32'}
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in table.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
+        result |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return result
 
 
 def nested(table: Mapping[str, Any]) -> dict[str, Any]:
     """A table of dotted keys as nested tables: the inverse of `flat`."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in table.items():
-        assign(found, key, value)
-    return found
+        assign(result, key, value)
+    return result
 
 
 def shipped() -> dict[str, str]:
@@ -206,7 +206,7 @@ def read(table: Mapping[str, Any], folder: Path | None = None) -> Sweep:
     """The sweep of a parsed table, whose paths begin in `folder`, or where Python runs. Raises ConfigError as `load` does."""
     if isinstance(table.get("published"), str):
         table = {**table, "published": published_points((folder or Path()) / table["published"])}
-    known = [one.name for one in fields(Sweep)]
+    known = [field_.name for field_ in fields(Sweep)]
     for key, value in table.items():
         if key not in known:
             raise unknown_key(key, known)
@@ -224,7 +224,9 @@ def published_points(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read the published points of a sweep, {file}: {error}") from error
     series = table.get("series")
     points = [points for name in series for points in series[name]] if isinstance(series, Mapping) else [None]
-    sound = all(isinstance(one, list) and len(one) == 2 and all(type(x) in (int, float) and x > 0 for x in one) for one in points)
+    sound = all(
+        isinstance(point, list) and len(point) == 2 and all(type(x) in (int, float) and x > 0 for x in point) for point in points
+    )
     if set(table) != {"source", "series"} or not isinstance(table["source"], str) or not sound:
         raise ConfigError(
             f'{file} has no published points; write source = "where they are from", and below [series] '
@@ -250,7 +252,7 @@ MORE = {"weak": "weak", "memory": float, "threads": "threads"}
 
 def changed(sweep: Sweep, assignments: Sequence[str]) -> Sweep:
     """The sweep with keys set by ``KEY=VALUE``; lists need no brackets, text no quotes."""
-    own = {one.name for one in fields(Sweep)}
+    own = {field_.name for field_ in fields(Sweep)}
     given: dict[str, Any] = {}
     base: dict[str, Any] = {}
     for assignment in assignments:
@@ -258,7 +260,7 @@ def changed(sweep: Sweep, assignments: Sequence[str]) -> Sweep:
         if not equals:
             raise ConfigError(f"--set {assignment!r} is not of the form key=value, as in --set rounds=3.")
         (given if key in own else base)[key] = _value(key, text)
-    table = {one.name: getattr(sweep, one.name) for one in fields(Sweep)}
+    table = {field_.name: getattr(sweep, field_.name) for field_ in fields(Sweep)}
     if not base:
         return read({**table, **given}) if given else sweep
     return replace(read({**table, **given}), base=nested({**flat(given.get("base", sweep.base)), **base}))

@@ -56,7 +56,7 @@ def mend(folder: Path, say: Say) -> None:
 
 def read(file: Path, say: Say) -> list[SweepLine]:
     """The lines of a file. An incomplete last line is reported and dropped. Raises DataError for what is no line of a sweep."""
-    found = []
+    result = []
     rows = named_text(file).splitlines(keepends=True)
     for number, row in enumerate(rows, 1):
         try:
@@ -69,8 +69,8 @@ def read(file: Path, say: Say) -> list[SweepLine]:
         elif not isinstance(line, dict) or any(key not in line for key in NEEDED):
             raise DataError(f"{file}, line {number}: this is no line of a sweep (a JSON object with {', '.join(NEEDED)}).")
         else:
-            found.append(line)
-    return found
+            result.append(line)
+    return result
 
 
 def collect(places: Sequence[Path], say: Say) -> list[SweepLine]:

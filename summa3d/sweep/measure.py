@@ -62,7 +62,7 @@ def measure(
                 of = counted(counts[0], "rank") if len(counts) == 1 else f"{', '.join(map(str, counts))} ranks"
                 say(f"{number}/{len(ready)}: {of}: {names}")
             lines = run_race(race, sweep, world, folder)
-            on_root(world, partial(append, folder, [whole(one, sweep, facts) for one in lines]), LaunchError)
+            on_root(world, partial(append, folder, [whole(line, sweep, facts) for line in lines]), LaunchError)
         if world.rank == 0:
             (folder / RUNNING).unlink(missing_ok=True)
     return len(todo)
@@ -94,13 +94,13 @@ def run_race(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: 
     Collective; equal on every rank.
     """
     try:
-        found = RUN[sweep.what](race, sweep, world, folder)
+        result = RUN[sweep.what](race, sweep, world, folder)
     except Summa3dError as error:
         if len(race) > 1:
             return [line for point in race for line in run_race([point], sweep, world, folder)]
         return [{**about(race[0]), "race": 1, "error": f"{type(error).__name__}: {error}"}]
 
-    return [{**about(point), "race": len(race), **measured} for point, measured in zip(race, found, strict=True)]
+    return [{**about(point), "race": len(race), **measured} for point, measured in zip(race, result, strict=True)]
 
 
 def about(point: Point) -> SweepLine:
@@ -115,12 +115,12 @@ def _products(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder:
         take_device(world)
     machine = Machine(cluster or default_cluster(), node=device == "cpu" and in_one_node(world))
     rows = run_products([entry_of(point, machine) for point in race], world, sweep.rounds)["rows"]
-    found = []
+    result = []
     for point, row in zip(race, rows, strict=True):
         words = {"words": row.get("words_per_rank"), "words_formula": row.get("words_per_rank_formula")}
         seconds = {"seconds": row["seconds"], "predicted": predict.seconds(point, cluster, machine)}
-        found.append({**seconds, "flops": point.problem.flops, **words, "split": row.get("split"), "row": row})
-    return found
+        result.append({**seconds, "flops": point.problem.flops, **words, "split": row.get("split"), "row": row})
+    return result
 
 
 def _on_first(world: MPI.Intracomm, ranks: int, act: Callable[[MPI.Intracomm], Any]) -> Any:
@@ -148,22 +148,22 @@ def _blocks(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: P
     entries, cases = zip(*map(predict.block_of, race), strict=True)
     open_device(cases[0].device, world)
     rows = _on_first(world, race[0].ranks, lambda comm: run_blocks(entries, cases[0], comm, sweep.rounds))["rows"]
-    work, found = {"flops": cases[0].flops, "sequences": cases[0].batch}, []
+    work, result = {"flops": cases[0].flops, "sequences": cases[0].batch}, []
     for row in rows:
         words = sum(row["words_per_rank"].values())
-        found.append({"seconds": row["seconds"]["both"], **work, "words": words, "split": row["split"], "row": row})
-    return _foretold(race, sweep, world, found)
+        result.append({"seconds": row["seconds"]["both"], **work, "words": words, "split": row["split"], "row": row})
+    return _foretold(race, sweep, world, result)
 
 
 def _steps(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, folder: Path) -> list[dict[str, Any]]:
     from .steps import run_steps
 
     settings = [point.settings for point in race]
-    found = _on_first(world, race[0].ranks, lambda comm: run_steps(settings, comm, sweep.rounds, folder))
-    return _foretold(race, sweep, world, found)
+    result = _on_first(world, race[0].ranks, lambda comm: run_steps(settings, comm, sweep.rounds, folder))
+    return _foretold(race, sweep, world, result)
 
 
-def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, found: Sequence[SweepLine]) -> list[dict[str, Any]]:
+def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, lines: Sequence[SweepLine]) -> list[dict[str, Any]]:
     """Measurement of a point, with the words and seconds that a dry run on rank 0 says; collective."""
     cluster = predict.cluster_of(sweep)
 
@@ -171,7 +171,7 @@ def _foretold(race: Sequence[Point], sweep: Sweep, world: MPI.Intracomm, found: 
         return [{"predicted": predict.seconds(point, cluster), "words_formula": predict.words(point)} for point in race]
 
     said = on_root(world, dry, LaunchError)
-    return [{**measured, **foretold} for measured, foretold in zip(found, said, strict=True)]
+    return [{**measured, **foretold} for measured, foretold in zip(lines, said, strict=True)]
 
 
 RUN = {"gemm": _products, "block": _blocks, "train": _steps}

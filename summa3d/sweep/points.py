@@ -108,23 +108,23 @@ def expand(sweep: Sweep) -> tuple[list[Point], list[Refusal]]:
 
     Raises ConfigError for keys of a product that are unknown, and for a rule of weak scaling that cannot be applied.
     """
-    found: dict[str, Point] = {}
+    result: dict[str, Point] = {}
     refused = []
-    for one in _all(sweep):
-        if isinstance(one, Refusal):
-            refused.append(one)
+    for item in _all(sweep):
+        if isinstance(item, Refusal):
+            refused.append(item)
         else:
-            found.setdefault(one.id, one)
-    return list(found.values()), refused
+            result.setdefault(item.id, item)
+    return list(result.values()), refused
 
 
 def races(points: Sequence[Point], sweep: Sweep, shared: bool = False) -> list[list[Point]]:
     """The points that are run in turn; `shared`: products on several rank counts of one start, too."""
-    found: dict[Any, list[Point]] = {}
+    result: dict[Any, list[Point]] = {}
     for point in points:
         together = (point.race, point.repeat, point.ranks * (not shared or sweep.what != "gemm"))
-        found.setdefault(together if sweep.order == "interleaved" else point.id, []).append(point)
-    return list(found.values())
+        result.setdefault(together if sweep.order == "interleaved" else point.id, []).append(point)
+    return list(result.values())
 
 
 def _all(sweep: Sweep) -> Iterator[Point | Refusal]:
@@ -141,22 +141,22 @@ def _all(sweep: Sweep) -> Iterator[Point | Refusal]:
 
 def _together(keys: Iterable[str], values: Sequence[Any]) -> dict[str, Any]:
     """One value of each key that is varied; a table of values that vary together stands for its own keys."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in zip(keys, values, strict=True):
-        found |= flat(value) if isinstance(value, Mapping) else {key: value}
-    return found
+        result |= flat(value) if isinstance(value, Mapping) else {key: value}
+    return result
 
 
 def _defaults(sweep: Sweep) -> dict[str, Any]:
     """Keys of a point's content that its file may leave out."""
-    found: dict[str, Any] = {"device": requested_device(None)}
+    result: dict[str, Any] = {"device": requested_device(None)}
     if sweep.what == "gemm":
-        return {"form": "nn", "dtype": "float64", "algorithm": CHOSEN, **found}
+        return {"form": "nn", "dtype": "float64", "algorithm": CHOSEN, **result}
     if sweep.config:
         from ..train.config import read_table
 
-        return {**flat(read_table(sweep.config)), **found}
-    return found
+        return {**flat(read_table(sweep.config)), **result}
+    return result
 
 
 def _on_grids(
@@ -190,7 +190,7 @@ def _series(sweep: Sweep, name: str, vary: Keys, config: Keys) -> str:
 def _grids(sweep: Sweep, config: Keys, ranks: int, spec: Any) -> Iterator[tuple[dict[str, Any], dict[str, int]]]:
     """Part of the configuration that the grid decides, and the grids that are meant. Raises GridError where there is none."""
     if isinstance(spec, list):
-        listed = [axes_of(one) for one in spec]
+        listed = [axes_of(item) for item in spec]
         fitting = [axes for axes in listed if prod(axes.values()) == ranks]
         if not fitting:
             raise GridError(f"none of the grids that are listed has {counted(ranks, 'rank')}.")
@@ -207,7 +207,7 @@ def _grids(sweep: Sweep, config: Keys, ranks: int, spec: Any) -> Iterator[tuple[
 
 def _check_product(config: Keys) -> None:
     """Raise ConfigError for unknown or missing keys of a product, and for an unknown algorithm or dtype."""
-    known = (*PRODUCT, *(option for found in ALGORITHMS.values() for option in found.options))
+    known = (*PRODUCT, *(option for result in ALGORITHMS.values() for option in result.options))
     for key in config:
         if key not in known and not key.startswith(GRID):
             raise ConfigError(f"unknown key {key!r} of a product; the nearest is {nearest(key, list(known))!r}.")
@@ -236,12 +236,12 @@ def _of_products(config: Keys, ranks: int, spec: str) -> Iterator[tuple[dict[str
         yield {}, {}
         return
     problem = Point("gemm", ranks, config).problem
-    for one in ALGORITHMS if name == ALL else [name]:
-        found = algorithm(one, None if name == ALL else ranks)
-        grids = list(found.grids(ranks))
+    for item in ALGORITHMS if name == ALL else [name]:
+        result = algorithm(item, None if name == ALL else ranks)
+        grids = list(result.grids(ranks))
         if grids:
-            chosen = grids if spec == EVERY else [fewest_words(found, problem, ranks)]
-            yield from (({"algorithm": found.name}, dict(axes)) for axes in chosen)
+            chosen = grids if spec == EVERY else [fewest_words(result, problem, ranks)]
+            yield from (({"algorithm": result.name}, dict(axes)) for axes in chosen)
 
 
 def _of_models(sweep: Sweep, config: Keys, ranks: int, spec: str) -> Iterator[dict[str, int]]:
@@ -316,14 +316,14 @@ def axes_of(given: Any) -> dict[str, int]:
     >>> axes_of("x=2,y=2")
     {'x': 2, 'y': 2}
     """
-    found: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     if isinstance(given, Mapping):
-        found = {name.strip(): size for name, size in given.items()}
+        result = {name.strip(): size for name, size in given.items()}
     elif isinstance(given, str):
-        found = grid_of(given)
-    if found is None or any(type(size) is not int for size in found.values()):
+        result = grid_of(given)
+    if result is None or any(type(size) is not int for size in result.values()):
         raise ConfigError(f"{given!r} is no grid; write it as x=2,y=2.")
-    return found
+    return result
 
 
 def entry_of(point: Point, machine: Machine) -> ProductEntry:

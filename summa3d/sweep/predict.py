@@ -67,14 +67,14 @@ def words(point: Point) -> int | None:
 
     setting = setting_of(point)
     ranks = classes(setting) if even(setting) else range(point.ranks)  # where parts are uneven, words differ in a class
-    found = []
+    result = []
     for rank in ranks:
         own = replace(setting, rank=rank)
         if point.what == "block":
-            found.append(_moved(part for part in run(own).parts if part.segment.cell not in (ENTER, LEAVE)))
+            result.append(_moved(part for part in run(own).parts if part.segment.cell not in (ENTER, LEAVE)))
         else:
-            found.append(_moved(run(own, training_of(point.settings)).parts))
-    return max(found)
+            result.append(_moved(run(own, training_of(point.settings)).parts))
+    return max(result)
 
 
 def _moved(parts: Iterable[RepeatedSegment]) -> int:

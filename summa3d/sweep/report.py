@@ -55,7 +55,7 @@ def rate(line: SweepLine) -> float:
 
 def results(lines: Sequence[SweepLine]) -> list[dict[str, Any]]:
     """Results for tables and plots: products as `summa3d bench` has them, blocks and training steps as sweeps, by their names."""
-    found: list[dict[str, Any]] = []
+    outcome: list[dict[str, Any]] = []
     named: dict[tuple[str, str], list[SweepLine]] = {}
     for line in sorted(lines, key=lambda line: int(line["ranks"])):
         named.setdefault((line["sweep"]["name"], line["what"]), []).append(line)
@@ -65,11 +65,11 @@ def results(lines: Sequence[SweepLine]) -> list[dict[str, Any]]:
         if what == "gemm" and good:
             rows = [{**line["row"], "machine": line["machine"], "predicted": line["predicted"]} for line in good]
             about = {"failed": failed, "prediction": prediction(good[0]["sweep"])}
-            found += [{**result, **about} for result in of_lines(rows)]
+            outcome += [{**result, **about} for result in of_lines(rows)]
         else:
             machines = alike([line["machine"] for line in good])
-            found.append({"kind": SWEEP, "rows": good, "failed": failed, "machines": machines})
-    return found
+            outcome.append({"kind": SWEEP, "rows": good, "failed": failed, "machines": machines})
+    return outcome
 
 
 def prediction(about: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -91,12 +91,12 @@ def pooled(lines: Sequence[SweepLine]) -> list[SweepLine]:
 
 def curves(lines: Iterable[SweepLine]) -> list[Curve]:
     """The lines of a plot, by series; of several grids at one x, the fastest."""
-    found: dict[str, dict[Any, SweepLine]] = {}
+    result: dict[str, dict[Any, SweepLine]] = {}
     for line in lines:
-        own = found.setdefault(line["series"], {})
+        own = result.setdefault(line["series"], {})
         if line["x"] not in own or rate(line) > rate(own[line["x"]]):
             own[line["x"]] = line
-    return [Curve(name, [own[x] for x in sorted(own, key=_order)]) for name, own in found.items()]
+    return [Curve(name, [own[x] for x in sorted(own, key=_order)]) for name, own in result.items()]
 
 
 def _order(x: Any) -> tuple[bool, Any]:
@@ -105,11 +105,11 @@ def _order(x: Any) -> tuple[bool, Any]:
 
 def table(result: Mapping[str, Any]) -> Table:
     """A row for each point: its times, prediction, speed-up and efficiency, words measured and by the formula."""
-    lines, found = result["rows"], {curve.name: curve for curve in curves(result["rows"])}
+    lines, results = result["rows"], {curve.name: curve for curve in curves(result["rows"])}
     if not lines:
         return Table("no point was measured", [], result["failed"])
     about = lines[0]["sweep"]
-    of = [found[line["series"]] for line in lines]
+    of = [results[line["series"]] for line in lines]
     pairs = list(zip(of, lines, strict=True))
     scaling = about["kind"] != "grid"
     columns = [
@@ -129,7 +129,7 @@ def table(result: Mapping[str, Any]) -> Table:
         Column("computing", [_share(line) for line in lines], "{:.0%}".format),
         Column("raced with", [line["race"] - 1 for line in lines], csv_only=True),
     ]
-    return Table(f"{title(about, lines)}; {baseline(found.values(), about)}; {rounds(lines)}", columns, result["failed"])
+    return Table(f"{title(about, lines)}; {baseline(results.values(), about)}; {rounds(lines)}", columns, result["failed"])
 
 
 def _share(line: SweepLine) -> float | None:
@@ -143,9 +143,9 @@ def title(about: Mapping[str, Any], lines: Sequence[SweepLine]) -> str:
     return f"{about['name']}: {kind}{SUBJECTS[lines[0]['what']]}"
 
 
-def baseline(found: Iterable[Curve], about: Mapping[str, Any]) -> str:
+def baseline(curves: Iterable[Curve], about: Mapping[str, Any]) -> str:
     """Point that speed-ups are relative to."""
-    first = {curve.lines[0]["ranks"] for curve in found}
+    first = {curve.lines[0]["ranks"] for curve in curves}
     least = f" ({in_ranks(first.pop())})" if len(first) == 1 and about["x"] == "ranks" else ""
     return f"speed-up of FLOP/s over the first point of each series{least}"
 
@@ -171,20 +171,20 @@ def source(about: Mapping[str, Any]) -> str | None:
 def draw(figure: Any, result: Mapping[str, Any]) -> None:
     """Draw seconds, speed-up, in scaling efficiency as well, words per rank, and where the time goes."""
     lines = result["rows"]
-    about, found, marks = lines[0]["sweep"], curves(lines), published(lines[0]["sweep"])
+    about, results, marks = lines[0]["sweep"], curves(lines), published(lines[0]["sweep"])
     scaling = about["kind"] != "grid"
     panels = figure.subplots(5 if scaling else 4, 1)
     figure.set_size_inches(COLUMN, PANEL * len(panels) + 0.7)
     seconds, speed, *efficiency, words, shared = panels
     ticks = sorted({line["x"] for line in lines} | {x for points in marks.values() for x, _ in points}, key=_order)
-    for number, curve in enumerate(found):
+    for number, curve in enumerate(results):
         times(seconds, number, [line["x"] for line in curve.lines], curve.lines, about["band"])
     seconds.set(ylabel="seconds")
-    _relative(speed, found, marks)
+    _relative(speed, results, marks)
     for panel in efficiency:
-        _relative(panel, found, marks, per_rank=True)
+        _relative(panel, results, marks, per_rank=True)
         panel.axhline(1, linestyle="--", color="0.5")
-    _words(words, found, about["x"])
+    _words(words, results, about["x"])
     if scaling:
         first = min(line["ranks"] for line in lines)
         speed.plot(ticks, [x / first for x in ticks], "--", color="0.5", label=IDEAL)
@@ -193,19 +193,19 @@ def draw(figure: Any, result: Mapping[str, Any]) -> None:
     for panel in (seconds, speed, *efficiency, words):
         _scale(panel, ticks)
     thousands(words.yaxis)
-    shares(shared, found)
+    shares(shared, results)
     legend(figure, *speed.get_legend_handles_labels())
-    spreads = [curve.speed(line) for curve in found for line in curve.lines[1:]]
-    what = (title(about, lines), baseline(found, about), forecast(prediction(about)), source(about))
+    spreads = [curve.speed(line) for curve in results for line in curve.lines[1:]]
+    what = (title(about, lines), baseline(results, about), forecast(prediction(about)), source(about))
     caption(figure, *what, timed(lines, spreads), on_machines(result))
 
 
 def _relative(
-    panel: Any, found: Sequence[Curve], marks: Mapping[str, Sequence[tuple[float, float]]], per_rank: bool = False
+    panel: Any, curves: Sequence[Curve], marks: Mapping[str, Sequence[tuple[float, float]]], per_rank: bool = False
 ) -> None:
     """Speed-ups, or `per_rank` efficiencies: measured, and published as hollow marks."""
-    names = list(dict.fromkeys([*(curve.name for curve in found), *marks]))
-    for number, curve in enumerate(found):
+    names = list(dict.fromkeys([*(curve.name for curve in curves), *marks]))
+    for number, curve in enumerate(curves):
         of = curve.efficiency if per_rank else curve.speed
         ratios(panel, number, curve.name, [line["x"] for line in curve.lines], [of(line) for line in curve.lines])
     for name, points in marks.items():
@@ -214,9 +214,9 @@ def _relative(
     panel.set(ylabel="efficiency" if per_rank else "speed-up")
 
 
-def _words(panel: Any, found: Sequence[Curve], x: str) -> None:
+def _words(panel: Any, curves: Sequence[Curve], x: str) -> None:
     """Words of the points that receive some."""
-    for number, curve in enumerate(found):
+    for number, curve in enumerate(curves):
         moving = [line for line in curve.lines if line["words"]]
         panel.plot([line["x"] for line in moving], [line["words"] for line in moving], **look(number))
     panel.set(ylabel="words received per rank", xlabel=x)
@@ -232,16 +232,16 @@ def _scale(panel: Any, ticks: Sequence[Any]) -> None:
     plain(panel.yaxis)
 
 
-def shares(panel: Any, found: Sequence[Curve]) -> None:
+def shares(panel: Any, curves: Sequence[Curve]) -> None:
     """Stack where the time of each point goes: arithmetic, the calls and waits of each axis, the rest."""
-    drawn = [(curve, line) for curve in found for line in curve.lines if line.get("split")]
+    drawn = [(curve, line) for curve in curves for line in curve.lines if line.get("split")]
     parts = [COMPUTE, *sorted({name for _, line in drawn for name in line["split"]} - {COMPUTE, OTHER}), OTHER]
     below = [0.0] * len(drawn)
     for number, part in enumerate(parts):
         heights = [line["split"].get(part, 0.0) / sum(line["split"].values()) for _, line in drawn]
         colour = "0.85" if part == OTHER else COLOURS[number % len(COLOURS)]
         panel.bar(range(len(drawn)), heights, 0.8, bottom=below, label=part, color=colour)
-        below = [one + height for one, height in zip(below, heights, strict=True)]
+        below = [item + height for item, height in zip(below, heights, strict=True)]
     labels = [f"{curve.name} {line['x']}" for curve, line in drawn]
     panel.set_xticks(range(len(drawn)), labels, rotation=90, fontsize=5)
     panel.set(ylabel="share of a rank's time", ylim=(0, 1))

@@ -52,12 +52,12 @@ def grown(
         if rule not in RULES[what]:
             raise ConfigError(f"weak = {rule!r} is no rule of {what}; it has {', '.join(RULES[what])}, or a table of formulas.")
         return _by_powers(RULES[what][rule], rule, config, ranks / first)
-    found = dict(config)
+    result = dict(config)
     for key, formula in flat(rule).items():
         if isinstance(formula, list):
             if index >= len(formula):
                 raise ConfigError(f"weak.{key} has {len(formula)} values, and none for {ranks} ranks.")
-            found[key] = formula[index]
+            result[key] = formula[index]
         elif key not in config:
             raise ConfigError(f"weak.{key} = {formula!r} has no base: give {key} in base.")
         else:
@@ -65,21 +65,21 @@ def grown(
             if isinstance(base, bool) or not isinstance(base, int | float):
                 raise ConfigError(f"weak.{key} = {formula!r}: its base, {base!r}, is no number.")
             value = formula_value(str(formula), {"base": base, "ranks": ranks, "first": first})
-            found[key] = round(value) if isinstance(base, int) else value
-    return found
+            result[key] = round(value) if isinstance(base, int) else value
+    return result
 
 
 def _by_powers(powers: Mapping[str, float], rule: str, config: Mapping[str, Any], factor: float) -> dict[str, Any]:
     missing = [key for key in powers if key not in config and key != "grid.pp"]
     if missing:
         raise ConfigError(f"weak = {rule!r} needs {', '.join(missing)} in base.")
-    found = dict(config)
+    result = dict(config)
     for key, power in powers.items():
-        found[key] = round(config.get(key, 1) * factor**power)
+        result[key] = round(config.get(key, 1) * factor**power)
     if "model.hidden" in powers:  # heads of equal size
-        heads = found["model.heads"]
-        found["model.hidden"] = heads * round(config["model.hidden"] * factor ** powers["model.hidden"] / heads)
-    return found
+        heads = result["model.heads"]
+        result["model.hidden"] = heads * round(config["model.hidden"] * factor ** powers["model.hidden"] / heads)
+    return result
 
 
 def formula_value(text: str, names: Mapping[str, float]) -> float:
@@ -91,10 +91,10 @@ def formula_value(text: str, names: Mapping[str, float]) -> float:
 
     def value(node: ast.expr) -> float:
         if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-            found = OPERATORS[type(node.op)](value(node.left), value(node.right))
-            if isinstance(found, complex):
+            results = OPERATORS[type(node.op)](value(node.left), value(node.right))
+            if isinstance(results, complex):
                 raise ArithmeticError("it is the root of a negative number")
-            return float(found)
+            return float(results)
         if isinstance(node, ast.Name) and node.id in names:
             return names[node.id]
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
@@ -102,9 +102,9 @@ def formula_value(text: str, names: Mapping[str, float]) -> float:
         raise ConfigError(f"the formula {text!r} may hold numbers, {', '.join(names)} and + - * / // **.")
 
     try:
-        found = value(ast.parse(text, mode="eval").body)
+        result = value(ast.parse(text, mode="eval").body)
     except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:  # the latter two of thousands of brackets
         raise ConfigError(f"the formula {text!r} cannot be worked out: {error}.") from None
-    if not isfinite(found):
-        raise ConfigError(f"the formula {text!r} cannot be worked out: it is {found}.")
-    return found
+    if not isfinite(result):
+        raise ConfigError(f"the formula {text!r} cannot be worked out: it is {result}.")
+    return result

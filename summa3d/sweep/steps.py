@@ -59,7 +59,7 @@ def run_steps(configs: Sequence[Config], comm: MPI.Intracomm, rounds: int, folde
     runners = [StepRunner(config, comm, folder / "work", rounds) for config in configs]
     with torch.autograd.set_multithreading_enabled(False):
         times = raced(runners, rounds, comm)
-        found = [{"seconds": times_of(taken), **runner.amounts()} for runner, taken in zip(runners, times, strict=True)]
+        result = [{"seconds": times_of(taken), **runner.amounts()} for runner, taken in zip(runners, times, strict=True)]
     for runner in runners:
         runner.run.grid.free()
-    return found
+    return result

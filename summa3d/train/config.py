@@ -457,10 +457,10 @@ def _vocabulary_of(path: str) -> int:
     if not Path(path).is_file():
         return 0
     try:
-        found = read_json(Path(path))
-        words = found["model"]["vocab"]
+        result = read_json(Path(path))
+        words = result["model"]["vocab"]
         numbers = [*(words.values() if isinstance(words, dict) else range(len(words)))]
-        return 1 + max([*numbers, *(token["id"] for token in found.get("added_tokens") or ())])
+        return 1 + max([*numbers, *(token["id"] for token in result.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"data.tokenizer = {path!r} is not a tokenizer.json of the tokenizers library ({reason}).") from error
@@ -687,7 +687,7 @@ def load_for(ranks: int, source: str, assignments: Sequence[str], choose: Choose
     """
     table, changed = read_table(source), read_table(source)
     toml.override(Config, changed, assignments)
-    given = {one.partition("=")[0].strip() for one in assignments}
+    given = {assignment.partition("=")[0].strip() for assignment in assignments}
     if table.get("chosen") and (given & {"scheme", *SIZES} or prod(from_table(changed).grid.axes.values()) != ranks):
         before = table.pop("chosen")
         again = SIZES | ({"grid.dp"} if REPLICAS in before else set())

@@ -122,7 +122,7 @@ class Report(PlacedStep):
     @property
     def need(self) -> int:
         """The most bytes that a rank holds at any time, its share of a node's memory included, in any placement."""
-        return max(one.bytes["peak"] + one.bytes["node"] for one in self.placements)
+        return max(placement.bytes["peak"] + placement.bytes["node"] for placement in self.placements)
 
     def as_json(self) -> dict[str, Any]:
         """The fields, as ``summa3d train --dry-run --json`` prints them; those that say nothing are left out."""
@@ -135,11 +135,13 @@ class Report(PlacedStep):
     def tables(self) -> tuple[Table, Table]:
         """Bytes by term, of the fullest rank and on the mean; then words, messages and bytes received by phase and axis."""
         placements, columns = self.placements, [Column("MiB of a rank", list(self.bytes), left=True)]
-        for one in placements:
-            fullest, mean = ([held[term] / MEBI for term in self.bytes] for held in (one.bytes, one.mean_bytes))
-            columns.append(Column(f"rank {one.fullest_rank}, {one.carried_by(self.device)}", fullest, "{:,.2f}".format))
+        for placement in placements:
+            fullest, mean = ([held[term] / MEBI for term in self.bytes] for held in (placement.bytes, placement.mean_bytes))
+            columns.append(
+                Column(f"rank {placement.fullest_rank}, {placement.carried_by(self.device)}", fullest, "{:,.2f}".format)
+            )
             columns.append(Column("mean", mean, "{:,.2f}".format))
-        share = max(one.mean_bytes["peak"] + one.mean_bytes["node"] for one in placements) / MEBI
+        share = max(item.mean_bytes["peak"] + item.mean_bytes["node"] for item in placements) / MEBI
         all_ranks = f"{share * self.ranks:,.1f} MiB on all ranks, beside Python itself"
         need = f"needs at most {self.need / MEBI:,.1f} MiB on a rank and {all_ranks}"
         grid = ",".join(f"{name}={size}" for name, size in self.grid.items())
@@ -170,29 +172,29 @@ class Report(PlacedStep):
     def _of_stages(self) -> Iterator[Table]:
         """Yield the table of what the fullest rank of each rank of a pipeline holds, and what it receives on axis pp."""
         if self.stages:
-            columns = [Column(name, [one[name] for one in self.stages]) for name in ("pp", "rank")]
-            columns.append(Column("layers", [",".join(map(str, one["layers"])) for one in self.stages], left=True))
+            columns = [Column(name, [stage[name] for stage in self.stages]) for name in ("pp", "rank")]
+            columns.append(Column("layers", [",".join(map(str, stage["layers"])) for stage in self.stages], left=True))
             for term in STAGE_TERMS:
-                columns.append(Column(term, [one[term] / MEBI for one in self.stages], "{:,.2f}".format))
-            columns.append(Column("words on pp", [one["words"] for one in self.stages], "{:,}".format))
+                columns.append(Column(term, [stage[term] / MEBI for stage in self.stages], "{:,.2f}".format))
+            columns.append(Column("words on pp", [stage["words"] for stage in self.stages], "{:,}".format))
             yield Table(f"MiB of the pipeline's ranks, {self.carried_by(self.device)}", columns)
 
     def _operations(self) -> Table:
         """Return the table of what the fullest rank computes and moves in a step, by kind."""
         columns, of = [Column("operations", list(self.operations), left=True)], self.operations.values()
-        columns.append(Column("count", [one["count"] for one in of], "{:,}".format))
-        columns.append(Column("GFLOP", [one["flops"] / GIGA for one in of], "{:,.3f}".format))
-        columns.append(Column("MiB", [one["bytes"] / MEBI for one in of], "{:,.2f}".format))
+        columns.append(Column("count", [item["count"] for item in of], "{:,}".format))
+        columns.append(Column("GFLOP", [item["flops"] / GIGA for item in of], "{:,.3f}".format))
+        columns.append(Column("MiB", [item["bytes"] / MEBI for item in of], "{:,.2f}".format))
         return Table(f"{self.parameters:,} parameters; rank {self.fullest_rank} in a step", columns)
 
     def _products(self) -> Table:
         """Return the table of the products' words and bounds, and in its last line of all words of the step."""
         rows, total = self.products, [self.total_words]
-        columns = [Column("product", [*(one["product"] for one in rows), "step"], left=True)]
+        columns = [Column("product", [*(row["product"] for row in rows), "step"], left=True)]
         for name in ("m", "n", "k", "times"):
-            columns.append(Column(name, [*(one[name] for one in rows), None], lambda size: "" if size is None else f"{size:,}"))
-        columns.append(Column("words", [one["words"] for one in rows] + total, "{:,}".format))
-        columns.append(Column("bound", [one["bound"] for one in rows] + [self.bound], "{:,.0f}".format))
+            columns.append(Column(name, [*(row[name] for row in rows), None], lambda size: "" if size is None else f"{size:,}"))
+        columns.append(Column("words", [row["words"] for row in rows] + total, "{:,}".format))
+        columns.append(Column("bound", [row["bound"] for row in rows] + [self.bound], "{:,.0f}".format))
         title = "words received in the layers of products, and the sum of the bounds of single products"
         return Table(title, columns)
 
@@ -242,12 +244,12 @@ def dry_run(
         others = {key: value for key, value in table.get("grid", {}).items() if not isinstance(value, int)}
         table = {**table, "grid": {**others, **sizes}, "chosen": ""}
     for key, value in settings.items():
-        inner = {f"{key}.{name}": one for name, one in value.items()} if isinstance(value, Mapping) else {key: value}
-        for name, one in inner.items():
-            toml.assign(table, name, one)
-    found = predict(from_table(table), ranks_per_node, tell, load)
-    one_node = found.pop("one_node", None)
-    return Report(**found, one_node=one_node and PlacedStep(**one_node))
+        inner = {f"{key}.{name}": entry for name, entry in value.items()} if isinstance(value, Mapping) else {key: value}
+        for name, item in inner.items():
+            toml.assign(table, name, item)
+    result = predict(from_table(table), ranks_per_node, tell, load)
+    one_node = result.pop("one_node", None)
+    return Report(**result, one_node=one_node and PlacedStep(**one_node))
 
 
 def predict(
@@ -276,14 +278,14 @@ def predict(
     ranks = prod(config.grid.axes.values())
     if ranks_per_node is not None:
         at_least("ranks per node", ranks_per_node, 1)
-    found = {"scheme": config.scheme, "grid": config.grid.axes, "ranks": ranks, "dtype": config.dtype}
+    result = {"scheme": config.scheme, "grid": config.grid.axes, "ranks": ranks, "dtype": config.dtype}
     on_device = requested_device(config.device) == "cuda"
-    found |= {"recompute": config.recompute, "device": "cuda" if on_device else "cpu"}
+    result |= {"recompute": config.recompute, "device": "cuda" if on_device else "cpu"}
     given = None if load is None else GivenLoad.of(load, config.model, ranks, config.train.accumulate)
-    found |= _placed(config, ranks_per_node or 1, on_device, tell, given)
+    result |= _placed(config, ranks_per_node or 1, on_device, tell, given)
     if ranks_per_node is not None or ranks == 1 or on_device:
-        return found
-    return found | {"one_node": _placed(config, ranks, False, tell, given)}
+        return result
+    return result | {"one_node": _placed(config, ranks, False, tell, given)}
 
 
 def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device: bool = False) -> Setting:
@@ -372,10 +374,10 @@ class MatrixShares:
             ordered = {member: place for place, member in enumerate(sorted(members))}
             self._places[key] = {member: (number, ordered[member]) for number, member in enumerate(members)}
         number, place = self._places[key][rank]
-        shapes, found = self._grouped(layers, len(self._places[key]))
-        size = found.size
+        shapes, result = self._grouped(layers, len(self._places[key]))
+        size = result.size
         group = number if size == 1 else place // size
-        own = (shape for shape, owner in zip(shapes, found.owners, strict=True) if owner == group)
+        own = (shape for shape, owner in zip(shapes, result.owners, strict=True) if owner == group)
         return MatrixShare(tuple(sorted(own)), size, place % size)
 
     def flops_of(self, setting: Setting, rank: int) -> int:
@@ -404,12 +406,12 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCoun
     """Work and memory of the ranks where so many consecutive ones share a node, on the host or on devices."""
     first = replace(setting_of(config, 0, ranks_per_node, on_device), load=load)
     first.check()
-    found = {rank: (step, many) for rank, many, step in steps(first, training_of(config), tell)}
-    held = {rank: step.bytes() for rank, (step, _) in found.items()}
+    result = {rank: (step, many) for rank, many, step in steps(first, training_of(config), tell)}
+    held = {rank: step.bytes() for rank, (step, _) in result.items()}
     fullest = max(held, key=lambda rank: held[rank]["peak"])
-    step, ranks = found[fullest][0], sum(many for _, many in found.values())
+    step, ranks = result[fullest][0], sum(many for _, many in result.values())
     operations, products = step.operations(), bounded_products(replace(first, rank=fullest), step)
-    stages = {"stages": _by_stage(first, held, {rank: step for rank, (step, _) in found.items()})} if config.grid.pp > 1 else {}
+    stages = {"stages": _by_stage(first, held, {rank: step for rank, (step, _) in result.items()})} if config.grid.pp > 1 else {}
     return {
         "parameters": step.elements,
         "flops": operations["product"]["flops"],
@@ -421,11 +423,11 @@ def _placed(config: Config, ranks_per_node: int, on_device: bool, tell: TellCoun
         "fullest_rank": fullest,
         "bytes": held[fullest],
         "peak": step.peak,
-        "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in found.items()) / ranks for term in TERMS},
+        "mean_bytes": {term: sum(held[rank][term] * many for rank, (_, many) in result.items()) / ranks for term in TERMS},
         "operations": operations,
         "checkpoint": step.checkpoint,
-        "products": [one._asdict() for one in products],
-        "bound": sum(one.bound for one in products),
+        "products": [product._asdict() for product in products],
+        "bound": sum(product.bound for product in products),
         **stages,
     }
 
@@ -441,8 +443,8 @@ def _by_stage(setting: Setting, held: Mapping[int, dict[str, int]], steps: Mappi
     for index, those in sorted(ranks.items()):
         rank = max(those, key=lambda rank: held[rank]["peak"])
         layers = [many for many, home in zip(stages.layers, stages.homes, strict=True) if home == index]
-        found = {"pp": index, "rank": rank, "layers": layers, **{term: held[rank][term] for term in STAGE_TERMS}}
+        result = {"pp": index, "rank": rank, "layers": layers, **{term: held[rank][term] for term in STAGE_TERMS}}
         for what, moved in (("words", steps[rank].words()), ("messages", steps[rank].messages())):
-            found[what] = sum(many for axes in moved.values() for axis, many in axes.items() if axis.startswith("pp"))
-        rows.append(found)
+            result[what] = sum(many for axes in moved.values() for axis, many in axes.items() if axis.startswith("pp"))
+        rows.append(result)
     return rows

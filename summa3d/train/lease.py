@@ -216,10 +216,10 @@ def _runs(process: int) -> bool:
 def _read(path: Path) -> dict[str, Any]:
     """The job that a lease names; empty where the file is gone, or not yet written."""
     try:
-        found = read_json(path)
+        result = read_json(path)
     except (FileNotFoundError, ValueError):
         return {}
-    return found
+    return result
 
 
 def _is_at(file: int, path: Path) -> bool:

@@ -325,7 +325,7 @@ def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress
 def preempted_at(run: Run, progress: Progress) -> dict[str, Any]:
     """Say that the run ends before its last step, and what asked for it; collective. Returns its summary on every rank."""
     signals = run.grid.comm.allgather(preemption.received())
-    asked = next(f"rank {rank} got {found.name}" for rank, found in enumerate(signals) if found is not None)
+    asked = next(f"rank {rank} got {result.name}" for rank, result in enumerate(signals) if result is not None)
     saved = checkpoint.newest(run.checkpoints) == run.checkpoints / f"step-{run.done}" if run.config.train.keep else False
     kept = f"saved after step {run.done}" if saved else "nothing to save"
     progress.say(f"{asked}: {kept} of {run.config.train.steps}; exit status {preemption.STATUS}, --resume continues")

@@ -63,8 +63,8 @@ class LossCurve:
 
     def values(self, name: str) -> list[float]:
         """A value of each step; NaN where a step lacks it."""
-        found = (entry.get(name) for entry in self.entries)
-        return [nan if value is None else value for value in found]
+        result = (entry.get(name) for entry in self.entries)
+        return [nan if value is None else value for value in result]
 
     @property
     def tokens(self) -> list[float]:

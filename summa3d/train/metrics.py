@@ -77,10 +77,10 @@ class Stopwatch:
         self._start, self._words = self._now(), self._by_axis()
 
     def _by_axis(self) -> Counter[str]:
-        found = Counter[str]()
+        result = Counter[str]()
         for row in self._ledger.rows():
-            found[row.axis] += row.amounts.words
-        return found
+            result[row.axis] += row.amounts.words
+        return result
 
     def _now(self) -> np.ndarray:
         total = self._ledger.total()
@@ -164,16 +164,16 @@ class CoreTime:
 
     def brief(self) -> list[str]:
         """The use that is worth a look at every step: MFU, communication and model FLOP/s, as far as they are known."""
-        found = [] if self.utilization is None else [f"MFU {self.utilization:.{0 if self.utilization >= 0.1 else 1}%}"]
+        result = [] if self.utilization is None else [f"MFU {self.utilization:.{0 if self.utilization >= 0.1 else 1}%}"]
         if self.exposed is not None:
-            found.append(f"communication {self.exposed:.0%}")
+            result.append(f"communication {self.exposed:.0%}")
         if self.flops_per_second is not None:
-            found.append(f"{self.flops_per_second / 1e9:,.1f} Gflop/s")
-        return found
+            result.append(f"{self.flops_per_second / 1e9:,.1f} Gflop/s")
+        return result
 
     def entries(self) -> dict[str, float]:
         """The shares under the keys of a metrics line; shares that are None are left out."""
-        found = {
+        result = {
             "arithmetic_share": self.arithmetic,
             "communication_share": self.communication,
             "idle_share": self.idle,
@@ -182,7 +182,7 @@ class CoreTime:
             "model_flops_per_second": self.flops_per_second,
             "mfu": self.utilization,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return {name: value for name, value in result.items() if value is not None}
 
 
 @dataclass
@@ -318,8 +318,8 @@ def entropies(counts: Sequence[Sequence[int]]) -> list[float]:
     [1.0, 0.0]
     """
     shares = [[count / sum(row) for count in row if count] for row in counts]
-    found = [sum(share * log(1 / share) for share in of) for of in shares]
-    return [one / log(len(row)) if len(row) > 1 else 1.0 for one, row in zip(found, counts, strict=True)]
+    result = [sum(share * log(1 / share) for share in of) for of in shares]
+    return [item / log(len(row)) if len(row) > 1 else 1.0 for item, row in zip(result, counts, strict=True)]
 
 
 def finite(value: float) -> float | None:

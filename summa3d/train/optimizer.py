@@ -69,8 +69,8 @@ class AdamW:
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        found = [(state.counted_gradient, state.shardings.counts) for state in self.states.values()]
-        return [(gradient, counts) for gradient, counts in found if gradient is not None]
+        result = [(state.counted_gradient, state.shardings.counts) for state in self.states.values()]
+        return [(gradient, counts) for gradient, counts in result if gradient is not None]
 
     @torch.no_grad()
     def step(self, rate: float, factor: float = 1.0) -> None:
@@ -80,8 +80,8 @@ class AdamW:
         """
         mine = [state for state in self.states.values() if state.name in self.moments.get(MOMENTS[0], {})]
         for decay in (True, False):
-            found = [(state, state.gradient) for state in mine if state.parameter.decay is decay]
-            given = [(state, gradient) for state, gradient in found if gradient is not None]
+            result = [(state, state.gradient) for state in mine if state.parameter.decay is decay]
+            given = [(state, gradient) for state, gradient in result if gradient is not None]
             self._take(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
     def _take(self, given: list[tuple[ParameterState, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
@@ -116,10 +116,10 @@ class MuonAdamW(AdamW):
         dtype = None if settings.dtype == "master" else torch.bfloat16
         how = NewtonSchulz(settings.coefficients, settings.steps, settings.eps, dtype)
         hidden = (self.states[name] for name in self.moments.get(MUON_MOMENTS[0], {}))
-        matrices = [(one.name, one.shardings.moments, getattr(one.parameter, "joined", (1, 1))) for one in hidden]
-        found = [matrix for one in matrices for matrix in matrices_of(*one)]
+        matrices = [(item.name, item.shardings.moments, getattr(item.parameter, "joined", (1, 1))) for item in hidden]
+        result = [matrix for item in matrices for matrix in matrices_of(*item)]
         own = states[0].weight.dtype if states else torch.float32
-        self.owners = MatrixOwners(found, grid, how, own, settings.group)
+        self.owners = MatrixOwners(result, grid, how, own, settings.group)
         self._shapes = {matrix.weight: matrix.shape for matrix in self.owners.plan.matrices}
 
     @torch.no_grad()
@@ -128,10 +128,10 @@ class MuonAdamW(AdamW):
         super().step(rate, factor)
         given = {name: self.states[name].gradient for name in self._shapes}
         blocks = {name: self._averaged(self.states[name], gradient, factor) for name, gradient in given.items()}
-        found = self.owners.orthogonalised(blocks)
+        result = self.owners.orthogonalised(blocks)
         for name, gradient in given.items():
             if gradient is not None:
-                self._update(self.states[name], found.pop(name), rate)
+                self._update(self.states[name], result.pop(name), rate)
 
     def _averaged(self, state: ParameterState, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
         """The matrix to orthogonalise for a weight, in a new tensor; updates the momentum."""

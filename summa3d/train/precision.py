@@ -44,10 +44,10 @@ def working_weights(model: torch.nn.Module, states: Iterable[ParameterState], dt
     another one uses its copies. The context does nothing where the parameters have that dtype.
     """
     wider = {id(state.parameter): state for state in states if state.parameter.dtype != dtype}
-    found = {place: id(place[0]._parameters[place[1]]) for place in (places_of([model]) if wider else ())}
-    places = [place for place in found if found[place] in wider]
-    copies = {key: wider[key].weight_in(dtype) for key in dict.fromkeys(found[place] for place in places)}
-    with weights_in(places, [copies[found[place]] for place in places]):
+    result = {place: id(place[0]._parameters[place[1]]) for place in (places_of([model]) if wider else ())}
+    places = [place for place in result if result[place] in wider]
+    copies = {key: wider[key].weight_in(dtype) for key in dict.fromkeys(result[place] for place in places)}
+    with weights_in(places, [copies[result[place]] for place in places]):
         yield
 
 

@@ -86,14 +86,14 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
     >>> changes({"seed": 1, "train": {"steps": 6}}, {"seed": 1, "train": {"steps": 9, "clip": 0.5}})
     ['train.steps 6 → 9', 'train.clip unset → 0.5']
     """
-    found = []
+    result = []
     for key in dict.fromkeys((*before, *now)):
         old, new = before.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
-            found += changes(old, new, f"{prefix}{key}.")
+            result += changes(old, new, f"{prefix}{key}.")
         elif old != new:
-            found.append(f"{prefix}{key} {'unset' if old is None else old} → {'unset' if new is None else new}")
-    return found
+            result.append(f"{prefix}{key} {'unset' if old is None else old} → {'unset' if new is None else new}")
+    return result
 
 
 def override(cls: type, table: dict[str, Any], assignments: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ def parse(text: str, kind: Any) -> Any:
     kinds = alternatives(kind)
     if type(None) in kinds and text.strip().lower() == "none":
         return None
-    if dict in (typing.get_origin(one) for one in kinds) and not text.startswith("{"):
+    if dict in (typing.get_origin(kind) for kind in kinds) and not text.startswith("{"):
         text = "{" + text + "}"
     value = toml_value(text, text)
     return text if str in kinds and type(value) not in kinds else value
@@ -168,9 +168,9 @@ def convert(key: str, value: Any, kind: Any) -> Any:
         raise ConfigError(f"{key} = {str(value)[:40]}… is beyond ±(2^63 − 1), the integers that TOML has.")
     if type(value) is str and not is_unicode(value):
         raise ConfigError(f"{key} = {value!r} is no Unicode text: it holds bytes that are not UTF-8, or half of a character.")
-    for one in alternatives(kind):
-        origin, inner = typing.get_origin(one), typing.get_args(one)
-        if one is float and type(value) is int:
+    for alternative in alternatives(kind):
+        origin, inner = typing.get_origin(alternative), typing.get_args(alternative)
+        if alternative is float and type(value) is int:
             return float(value)
         if origin is tuple and isinstance(value, (list, tuple)):
             inner = len(value) * inner[:1] if inner[-1] is Ellipsis else inner
@@ -178,7 +178,7 @@ def convert(key: str, value: Any, kind: Any) -> Any:
             return tuple(convert(key, item, part) for item, part in zip(value, inner, strict=True))
         if origin is dict and isinstance(value, Mapping):
             return {name: convert(f"{key}.{name}", item, inner[1]) for name, item in value.items()}
-        if type(value) is one:
+        if type(value) is alternative:
             return value
     raise ConfigError(f"{key} = {value!r} is {describe_value(value)}; {key} takes {describe(kind)}.")
 
@@ -204,14 +204,14 @@ def describe(kind: Any) -> str:
     ('an integer', 'a list of 2 numbers', 'a list of texts')
     """
     words = []
-    for one in alternatives(kind):
-        origin, inner = typing.get_origin(one), typing.get_args(one)
+    for alternative in alternatives(kind):
+        origin, inner = typing.get_origin(alternative), typing.get_args(alternative)
         if origin is tuple:
             words.append("a list of texts" if inner[-1] is Ellipsis else f"a list of {len(inner)} numbers")
         elif origin is dict:
             words.append("a table of integers, as in {x = 2, y = 2}")
-        elif one is not type(None):
-            words.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[one])
+        elif alternative is not type(None):
+            words.append({int: "an integer", float: "a number", bool: "true or false", str: "text"}[alternative])
     return " or ".join(words)
 
 

@@ -114,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
     if args.kind == "calibrate":
         return calibrated(args, file)
     check_trace_arguments(args, world)
-    found = machine(world)
-    result = {"machine": found, **(block_result(args) if args.kind == "block" else _product_result(args))}
+    results = machine(world)
+    result = {"machine": results, **(block_result(args) if args.kind == "block" else _product_result(args))}
     if world.rank == 0:
-        for name in found["overrides"]:
+        for name in results["overrides"]:
             print(f"warning: {name} is set; OpenBLAS may run at half its speed. Unset {name}.", file=sys.stderr)
         print(json.dumps(result) if args.json == "-" else table(result).text(), flush=True)
         if file is not None:
@@ -147,18 +147,20 @@ def calibrated(args: argparse.Namespace, file: Path | None) -> int:
     if device == "cuda":
         take_device(world)
     measured, where = Calibration(world, device).run(), machine(world, probe=False)
-    found = fit(measured.samples)  # equal on all ranks, as the times are
+    result = fit(measured.samples)  # equal on all ranks, as the times are
     if world.rank == 0:
-        print(json.dumps(as_result(measured, found, where)) if args.json == "-" else as_table(measured, found).text(), flush=True)
+        print(
+            json.dumps(as_result(measured, result, where)) if args.json == "-" else as_table(measured, result).text(), flush=True
+        )
         if file is not None:
-            _write(file, json.dumps(as_result(measured, found, where)) + "\n", "--json")
-    if found.error > WORST:
+            _write(file, json.dumps(as_result(measured, result, where)) + "\n", "--json")
+    if result.error > WORST:
         raise ConfigError(
-            f"the times contradict each other: their median error is {found.error:.0%}; at most {WORST:.0%} may be. "
+            f"the times contradict each other: their median error is {result.error:.0%}; at most {WORST:.0%} may be. "
             f"The load is {os.getloadavg()[0]:.1f}, {measured.ranks} of it ours. Nothing was written; try again when it is lower."
         )
     if args.write is not None and world.rank == 0:
-        text, target = described(measured, found, where), Path(args.write) if args.write else here_file()
+        text, target = described(measured, result, where), Path(args.write) if args.write else here_file()
         read_text(text, str(target))
         _write(target, text, "--write")
         print(f"written: {target}", file=sys.stderr)
@@ -181,8 +183,8 @@ def _product_result(args: argparse.Namespace) -> dict[str, Any]:
     args.machine = machine_of(args.cluster, args.device, MPI.COMM_WORLD)
     entries = list(MAKERS[args.kind](args, MPI.COMM_WORLD.size))
     predicted = None if args.cluster is None else [of_product(entry, args.machine) for entry in entries]
-    found = run_benchmark(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))
-    result = {"kind": args.kind, **found}
+    results = run_benchmark(entries, MPI.COMM_WORLD, args.rounds, threads, args.trace, ranges_for(args))
+    result = {"kind": args.kind, **results}
     return result if predicted is None or MPI.COMM_WORLD.rank else compared(result, predicted, args.machine.cluster)
 
 
@@ -246,9 +248,9 @@ def every_grid(problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
 
     chosen = own_choice(problem, ranks, machine)
     yield chosen
-    for name, found in ALGORITHMS.items():
-        plan = found.plan(problem.form, problem.m, problem.n, problem.k)
-        for grid in found.grids(ranks):
+    for name, result in ALGORITHMS.items():
+        plan = result.plan(problem.form, problem.m, problem.n, problem.k)
+        for grid in result.grids(ranks):
             replicates_nothing = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
             if replicates_nothing and (name, grid) != (chosen.algorithm, chosen.grid):
                 yield ProductEntry(name, grid, problem)
@@ -264,14 +266,14 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
     from ...gemm.algorithms.registry import algorithm
 
     name, _, rest = text.partition(":")
-    found = algorithm(name)
+    result = algorithm(name)
     sizes = grid_of(rest) if rest else {}
-    known = (*found.axes, *found.options)
+    known = (*result.axes, *result.options)
     if sizes is None or not set(sizes) <= set(known):
         raise ConfigError(
-            f"--entry {text}: {rest!r} is not AXIS=SIZE,OPTION=NUMBER,…, each once; {found.name} has {', '.join(known)}."
+            f"--entry {text}: {rest!r} is not AXIS=SIZE,OPTION=NUMBER,…, each once; {result.name} has {', '.join(known)}."
         )
-    options = {key: bool(size) if key in SWITCHES else size for key, size in sizes.items() if key in found.options}
-    axes = {axis: sizes.get(axis, 1) for axis in found.axes}
-    given = any(axis in sizes for axis in found.axes)
-    return found.name, axes if given else fewest_words(algorithm(name, ranks), problem, ranks), options
+    options = {key: bool(size) if key in SWITCHES else size for key, size in sizes.items() if key in result.options}
+    axes = {axis: sizes.get(axis, 1) for axis in result.axes}
+    given = any(axis in sizes for axis in result.axes)
+    return result.name, axes if given else fewest_words(algorithm(name, ranks), problem, ranks), options

@@ -96,8 +96,8 @@ def block_result(args: argparse.Namespace) -> dict[str, Any]:
     entries = list(_entries(args.scheme or [ALL], {"yes": (True,), "no": (False,), "both": (True, False)}[args.regather], case))
     cluster = None if args.cluster is None else load(args.cluster)
     predicted = [] if cluster is None else [of_block(entry, case, cluster) for entry in entries]
-    found = run_benchmark(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))
-    result = {"kind": "block", **about, **found}
+    results = run_benchmark(entries, case, MPI.COMM_WORLD, args.rounds, args.trace, ranges_for(args))
+    result = {"kind": "block", **about, **results}
     return result if cluster is None or MPI.COMM_WORLD.rank else compared(result, predicted, cluster)
 
 
@@ -154,13 +154,13 @@ def _grids(text: str, ranks: int, case: Any) -> list[dict[str, int]]:
 
     name, _, grid = text.partition(":")
     fitting = grids_for(name, ranks, case)
-    found = [shape for shape in fitting if _is_meant(grid, shape)]
-    if not found:
+    result = [shape for shape in fitting if _is_meant(grid, shape)]
+    if not result:
         known = " · ".join(map(describe, fitting)) or "none; change the sizes or the number of ranks"
         raise ConfigError(
             f"--scheme {text}: no such grid of {counted(ranks, 'rank')} can run this block. Grids of {name} that can: {known}."
         )
-    return found
+    return result
 
 
 def _is_meant(grid: str, shape: dict[str, int]) -> bool:

@@ -110,15 +110,15 @@ def address(array: Array) -> int:
     return int(interface["data"][0])
 
 
-def overlap(one: Array, other: Array) -> bool:
+def overlap(array: Array, other: Array) -> bool:
     """Return whether two arrays of one kind have elements in common; columns side by side in one memory have not."""
-    if isinstance(one, np.ndarray):
-        return bool(np.may_share_memory(one, other) and np.shares_memory(one, other))
-    if is_torch(one) and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+    if isinstance(array, np.ndarray):
+        return bool(np.may_share_memory(array, other) and np.shares_memory(array, other))
+    if is_torch(array) and array.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
-    if is_torch(one) and one.is_meta and one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+    if is_torch(array) and array.is_meta and array.untyped_storage()._cdata != other.untyped_storage()._cdata:
         return False  # without memory, all storages have the address 0
-    return bool(np.shares_memory(_Outline(one), _Outline(other)))
+    return bool(np.shares_memory(_Outline(array), _Outline(other)))
 
 
 class _Outline:

@@ -19,11 +19,11 @@ def agree_on_error(comm: MPI.Comm, error: Exception | None) -> None:
     A check that can fail on some ranks only (a file that one node cannot read) goes through here before the next collective,
     so that no rank waits for one that has left. Where not all ranks failed, the message names those that did.
     """
-    found = comm.allgather(None if error is None else _sendable(error))
-    failed = [rank for rank, one in enumerate(found) if one is not None]
+    result = comm.allgather(None if error is None else _sendable(error))
+    failed = [rank for rank, item in enumerate(result) if item is not None]
     if not failed:
         return
-    kind, message = next(one for one in found if one is not None)
+    kind, message = next(item for item in result if item is not None)
     if len(failed) < comm.size:
         message += f"\n  On {_ranks_in_words(failed)} of {comm.size} only."
     raise kind(message) from error
@@ -66,12 +66,12 @@ def facts_of(operation: str, facts: Mapping[str, object], problem: str | None = 
 
 def compare(everyone: Sequence[dict[str, str]], operation: str) -> None:
     """Raise AgreementError unless all ranks' facts are equal, or all ranks refuse the call, for whatever reasons."""
-    if everyone.count(everyone[0]) == len(everyone) or all(REFUSED in one for one in everyone):
+    if everyone.count(everyone[0]) == len(everyone) or all(REFUSED in item for item in everyone):
         return
-    everyone = [{REFUSED: "no", **one} for one in everyone]
+    everyone = [{REFUSED: "no", **item} for item in everyone]
     lines, where = [], operation
-    for name in dict.fromkeys(name for one in everyone for name in one):
-        ranks = [rank for rank, one in enumerate(everyone) if name in one]  # a rank that refuses the call may know less of it
+    for name in dict.fromkeys(name for item in everyone for name in item):
+        ranks = [rank for rank, item in enumerate(everyone) if name in item]  # a rank that refuses the call may know less of it
         values = [everyone[rank][name] for rank in ranks]
         if len(set(values)) > 1:
             lines.append(f"  {name}: {who_passed_what(values, ranks)}")

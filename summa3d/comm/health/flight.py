@@ -147,7 +147,7 @@ class Neighbour(NamedTuple):
 
 def neighbours(folder: Path) -> list[Neighbour]:
     """The ranks of this node that have files in a folder and have not ended, by rank; this one too."""
-    found = []
+    result = []
     for file in flight_files.records_of(folder).values():
         head = flight_files.head_of(file)
         if head is not None and head.lives:
@@ -155,8 +155,8 @@ def neighbours(folder: Path) -> list[Neighbour]:
                 records.seek(HEAD)
                 read = RECORD.iter_unpack(records.read(KEPT * SIZE))
                 begun = [(number, state == WAITED_FOR and not ended) for number, _, ended, _, _, state in read]
-                found.append(Neighbour(head.rank, head.process, max(begun)[0], any(waits for _, waits in begun)))
-    return sorted(found)
+                result.append(Neighbour(head.rank, head.process, max(begun)[0], any(waits for _, waits in begun)))
+    return sorted(result)
 
 
 def unrecorded() -> list[int]:
@@ -333,18 +333,18 @@ class Flight:
     @property
     def waits(self) -> Record | None:
         """Communication that the rank waits for: of several, the one that it asked for last."""
-        return next((one for one in reversed(self.records) if one.state == WAITED_FOR), None)
+        return next((record for record in reversed(self.records) if record.state == WAITED_FOR), None)
 
     def count(self, axis: str) -> int:
         """Number of communications that it has begun along an axis."""
-        return max((one.count for one in self.records if one.axis == axis), default=0)
+        return max((record.count for record in self.records if record.axis == axis), default=0)
 
 
 def read(file: Path) -> Flight | None:
     """A rank's file; None if it is none, or cut short."""
     try:
-        with flight_files.opened(file, anybodys=True) as found:
-            data = found.read(NBYTES + 1)
+        with flight_files.opened(file, anybodys=True) as result:
+            data = result.read(NBYTES + 1)
     except OSError:
         return None
     if len(data) != NBYTES or not data.startswith(flight_files.MAGIC):
@@ -364,20 +364,22 @@ def read(file: Path) -> Flight | None:
         if number:
             what, axis, line = text(ids >> 32), text(ids >> 16 & 0xFFFF), text(ids & 0xFFFF)
             records.append(Record(number, what, axis, line, count, state, began + offset, ended + offset))
-    return Flight(rank, ranks, process, end, sorted(records, key=lambda one: one.number))
+    return Flight(rank, ranks, process, end, sorted(records, key=lambda item: item.number))
 
 
 def read_folder(folder: Path) -> list[Flight]:
     """The files of a folder, by rank."""
-    found = [read(file) for file in flight_files.records_of(folder).values()]
-    return sorted((one for one in found if one is not None), key=lambda one: one.rank)
+    result = [read(file) for file in flight_files.records_of(folder).values()]
+    return sorted((item for item in result if item is not None), key=lambda item: item.rank)
 
 
 def table(flights: Sequence[Flight], now: float) -> list[str]:
     """Return who waits where, for whom, since when, and who differs; empty if nobody waits. `now` is when the job ended."""
     if not any(flight.waits for flight in flights):
         return []
-    now = max([now, *(max(one.began, one.ended) for flight in flights for one in flight.records)])  # clocks differ by a little
+    now = max(
+        [now, *(max(record.began, record.ended) for flight in flights for record in flight.records)]
+    )  # clocks differ by a little
     lines = ["what each rank was doing:"]
     for flight in flights:
         waits = flight.waits
@@ -410,8 +412,8 @@ def _whom(flight: Flight, waits: Record, flights: Sequence[Flight]) -> str:
         return ""
     others = [other for other in flights if other.rank != flight.rank and other.rank in members(waits.axis)]
     late = [other.rank for other in others if other.count(waits.axis) < waits.count]
-    called = [(other.rank, one) for other in others for one in other.records if one.axis == waits.axis]
-    differ = [f"rank {rank} called {one.what}" for rank, one in called if one.count == waits.count and one.what != waits.what]
+    called = [(other.rank, record) for other in others for record in other.records if record.axis == waits.axis]
+    differ = [f"rank {rank} called {item.what}" for rank, item in called if item.count == waits.count and item.what != waits.what]
     parts = [f"for rank{'s' if len(late) > 1 else ''} {', '.join(map(str, late))}"] if late else []
     return "".join(f", {part}" for part in parts + differ)
 
@@ -422,4 +424,4 @@ def members(axis: str) -> list[int]:
     >>> members("x (ranks 0, 2)")
     [0, 2]
     """
-    return [int(one) for one in axis.rpartition("(ranks ")[2].rstrip(")").split(", ") if one.isdigit()]
+    return [int(item) for item in axis.rpartition("(ranks ")[2].rstrip(")").split(", ") if item.isdigit()]

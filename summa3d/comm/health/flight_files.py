@@ -54,17 +54,17 @@ class Head(NamedTuple):
 @contextlib.contextmanager
 def opened(file: Path, anybodys: bool = False) -> Iterator[BinaryIO]:
     """A regular file, of this user unless it may be `anybodys`. Raises OSError for any other, and for a link; waits for none."""
-    with open(file, "rb", opener=lambda name, flags: no_follow(name, flags | os.O_NONBLOCK)) as found:
-        status = os.fstat(found.fileno())
+    with open(file, "rb", opener=lambda name, flags: no_follow(name, flags | os.O_NONBLOCK)) as result:
+        status = os.fstat(result.fileno())
         if not stat.S_ISREG(status.st_mode) or not (anybodys or status.st_uid == os.geteuid()):
             raise PermissionError(f"{file} is no regular file of this user")
-        yield found
+        yield result
 
 
 def head_of(file: Path) -> Head | None:
     """Header of a rank's file; None for a file that is none, or another user's."""
-    with contextlib.suppress(OSError, struct.error), opened(file) as found:
-        magic, *head = HEADER.unpack(found.read(HEADER.size))
+    with contextlib.suppress(OSError, struct.error), opened(file) as result:
+        magic, *head = HEADER.unpack(result.read(HEADER.size))
         return Head(*head) if magic == MAGIC else None
     return None
 
@@ -122,7 +122,7 @@ def folder_of_job() -> Path:
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder
     names = [folder, *(folder.with_name(f"{folder.name}-{number}") for number in range(1, NAMES))]
-    for name in (found for found in names if is_private(found)):
+    for name in (result for result in names if is_private(result)):
         return name
     for name in names:
         with contextlib.suppress(FileExistsError):

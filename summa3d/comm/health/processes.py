@@ -59,12 +59,12 @@ def children(process: int) -> list[int]:
 
 def descendants(process: int) -> list[int]:
     """The processes that a process has started, and those that they have."""
-    found, new = [], [process]
+    result, new = [], [process]
     while new:
         started = children(new.pop())
-        found += started
+        result += started
         new += started
-    return found
+    return result
 
 
 def environment_of(process: int) -> dict[str, str]:

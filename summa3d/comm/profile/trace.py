@@ -163,15 +163,20 @@ class _Events:
         for stretch in stretches:
             self._span(stretch.name, track + ON_DEVICE, stretch.start, stretch.seconds, **args)
 
-    def _communication(self, one: Communication, number: str) -> None:
-        track = f"axis {one.axis}"
-        args = {"axis": one.axis, "phase": one.phase, "dtype": one.dtype}
-        amounts = {"words": one.words, "messages": one.messages, "bytes": one.bytes}
-        self._span(f"begin {one.name}", track, one.start, one.issue, **args)
-        if one.end:
-            self._span(f"wait for {one.name}", track, one.end - one.wait, one.wait, **args)
-        self._device(one.device, track, **args)
-        ends = [one.end or one.start + one.issue, *(stretch.start + stretch.seconds for stretch in one.device)]
-        flight = {"cat": track, "name": one.name, "id": number, "pid": self.rank, "tid": self._track(track)}
-        self.events.append({"ph": "b", **flight, "ts": (one.start + self.offset) * MICRO, "args": {**args, **amounts}})
+    def _communication(self, communication: Communication, number: str) -> None:
+        track = f"axis {communication.axis}"
+        args = {"axis": communication.axis, "phase": communication.phase, "dtype": communication.dtype}
+        amounts = {"words": communication.words, "messages": communication.messages, "bytes": communication.bytes}
+        self._span(f"begin {communication.name}", track, communication.start, communication.issue, **args)
+        if communication.end:
+            self._span(
+                f"wait for {communication.name}", track, communication.end - communication.wait, communication.wait, **args
+            )
+        self._device(communication.device, track, **args)
+        ends = [
+            communication.end or communication.start + communication.issue,
+            *(stretch.start + stretch.seconds for stretch in communication.device),
+        ]
+        flight = {"cat": track, "name": communication.name, "id": number, "pid": self.rank, "tid": self._track(track)}
+        self.events.append({"ph": "b", **flight, "ts": (communication.start + self.offset) * MICRO, "args": {**args, **amounts}})
         self.events.append({"ph": "e", **flight, "ts": (max(ends) + self.offset) * MICRO})

@@ -176,4 +176,4 @@ def wait_for(requests: Sequence[Any]) -> None:
 
 def are_done(requests: Sequence[Any]) -> bool:
     """Return whether all of them have completed; never waits."""
-    return all(is_done(one) if isinstance(one, MPI.Request) else one.done for one in requests)
+    return all(is_done(request) if isinstance(request, MPI.Request) else request.done for request in requests)

@@ -51,7 +51,7 @@ class RequestsInFlight:
 
     def keep(self, left: Left) -> None:
         """Keep the arrays of a communication that nobody waits for any more until MPI has done with them."""
-        self._left = [one for one in self._left if not one.is_complete]
+        self._left = [item for item in self._left if not item.is_complete]
         self._left.append(left)
 
     def advance(self) -> bool:

@@ -86,8 +86,8 @@ def agree_on_out(comm: MPI.Comm, out: Array, a: Array, b: Array) -> None:
     error: ShapeError | None = None
     try:
         check_out(out, a, b)
-    except ShapeError as found:
-        error = found
+    except ShapeError as result:
+        error = result
     failed = np.array([error is not None])
     if comm.size > 1:
         comm.Allreduce(MPI.IN_PLACE, failed, MPI.LOR)

@@ -126,12 +126,12 @@ class Moves(NamedTuple):
 def moves_of(plan: CuboidPlan, axes: Sequence[Axis], grid_shape: Mapping[str, int], at: Mapping[str, int]) -> dict[str, Moves]:
     """Moves of a, b and c over the axes in the roles x, y, z."""
     extents = dict(zip("mnk", plan.local_extents(grid_shape, at), strict=True))
-    (x, y, z), found = axes, {}
+    (x, y, z), result = axes, {}
     names = {"a": (y, plan.a_names, plan.a_fine), "b": (x, plan.b_names, plan.b_fine), "c": (z, "mn", plan.c_fine)}
     for operand, (axis, letters, fine) in names.items():
         whole = extents[letters[0]], extents[letters[1]]
-        found[operand] = Moves.of(axis, whole, fine, plan.fine_sizes(operand, whole[fine], axis.size))
-    return found
+        result[operand] = Moves.of(axis, whole, fine, plan.fine_sizes(operand, whole[fine], axis.size))
+    return result
 
 
 class Cuboid(Executor):

@@ -44,11 +44,11 @@ def gradient_plans(plan: Plan) -> tuple[Plan, Plan]:
     """The plans of dA and dB by the algorithm of `plan`. Raises ShapeError if their layouts are not those of A and B."""
     plans = []
     for name, gradient, layout in zip("AB", GRADIENTS[plan.form], (plan.a_layout, plan.b_layout), strict=True):
-        found = _gradient_plan(plan, gradient)
+        result = _gradient_plan(plan, gradient)
         operands = gradient.ordered(plan.c_layout, plan.b_layout if name == "A" else plan.a_layout)
-        if (found.a_layout, found.b_layout, found.c_layout) != (*operands, layout):
+        if (result.a_layout, result.b_layout, result.c_layout) != (*operands, layout):
             raise ShapeError(f"The gradient of {name} of {plan} is no product of {plan.name} on the layouts that are there.")
-        plans.append(found)
+        plans.append(result)
     return plans[0], plans[1]
 
 

@@ -52,14 +52,14 @@ def divided(cuts: list[Panel], pieces: int) -> list[Panel]:
     >>> [(piece.x_owner, piece.x_start, piece.width) for piece in divided(panels(0, 10, 2, 1), 2)]
     [(0, 0, 3), (1, 0, 3), (0, 3, 2), (1, 3, 2)]
     """
-    found = [
+    result = [
         [
             replace(cut, width=stop - start, x_start=cut.x_start + start, y_start=cut.y_start + start)
             for start, stop in pieces_of(cut.width, pieces)
         ]
         for cut in cuts
     ]
-    return [of[number] for number in range(max(map(len, found), default=0)) for of in found if number < len(of)]
+    return [of[number] for number in range(max(map(len, result), default=0)) for of in result if number < len(of)]
 
 
 class BroadcastPanels:

@@ -55,8 +55,8 @@ class Algorithm:
 
     def grids(self, ranks: int) -> list[dict[str, int]]:
         """The grids of exactly this many ranks that it can use."""
-        found: list[dict[str, int]] = self.plan.grids(ranks)
-        return found
+        result: list[dict[str, int]] = self.plan.grids(ranks)
+        return result
 
     def volume(
         self, plan: ProductPlan, grid_shape: GridShape, dtype: str = "float64", staged: Collection[str] = (), device: bool = False
@@ -111,13 +111,13 @@ def algorithm(name: str, ranks: int | None = None) -> Algorithm:
     Raises ConfigError, naming all, if no algorithm has this name; GridError if it cannot use `ranks` ranks, naming the rank
     counts near it that it can use and the algorithms that can use this one.
     """
-    found = ALGORITHMS.get(ALIASES.get(name, name))
-    if found is None:
+    result = ALGORITHMS.get(ALIASES.get(name, name))
+    if result is None:
         raise ConfigError(f"Algorithm {name!r} is not known. Algorithms: {', '.join([*ALGORITHMS, *ALIASES])}.")
-    if ranks is not None and not found.grids(ranks):
-        counts = ", ".join(map(str, counts_near(ranks, found.grids)))
+    if ranks is not None and not result.grids(ranks):
+        counts = ", ".join(map(str, counts_near(ranks, result.grids)))
         raise GridError(
-            f"{found.name} cannot use {ranks} ranks. Rank counts near it that it can use: {counts}.\n"
+            f"{result.name} cannot use {ranks} ranks. Rank counts near it that it can use: {counts}.\n"
             f"  Algorithms that can use {ranks}: {', '.join(other.name for other in ALGORITHMS.values() if other.grids(ranks))}."
         )
-    return found
+    return result

@@ -46,11 +46,11 @@ class MixedBlocks:
         """Per dim, the ranges of global indices that the rank holds, ascending."""
         if not self.holds_block(coordinates):
             return ((),) * len(self.splits)
-        found = []
+        result = []
         for extent, (axes, block) in zip(shape, self.splits, strict=True):
-            one: Ownership = BlockCyclic((axes, block), ((), 1)) if block else Layout(axes, ())
-            found.append(one.runs((extent, 1), grid_shape, coordinates)[0])
-        return tuple(found)
+            item: Ownership = BlockCyclic((axes, block), ((), 1)) if block else Layout(axes, ())
+            result.append(item.runs((extent, 1), grid_shape, coordinates)[0])
+        return tuple(result)
 
     def local_shape(self, shape: Sequence[int], grid_shape: Mapping[str, int], coordinates: Coordinates) -> tuple[int, ...]:
         """Shape of the block that the rank holds."""
@@ -74,8 +74,8 @@ def ownership_of(splits: Splits, shape: Sequence[int], names: str, at: Mapping[s
     """The ownership of blocks that ranks compute with; of summands, those at the indices `at` of some axes alone."""
     if at and not any(split.block for split in splits):
         return Layout(*(split.axes for split in splits), at={axis: (index,) for axis, index in at.items()}, names=names)
-    found = None if at else public_ownership(splits, shape, names)
-    return cast(Ownership, MixedBlocks(splits, tuple(at.items()) if at else ())) if found is None else found
+    result = None if at else public_ownership(splits, shape, names)
+    return cast(Ownership, MixedBlocks(splits, tuple(at.items()) if at else ())) if result is None else result
 
 
 def nested_sizes(extent: int, counts: Sequence[int]) -> list[int]:

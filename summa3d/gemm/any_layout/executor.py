@@ -40,7 +40,7 @@ class AnyProduct:
         self.fetches = [[Exchange([fetch], axis) for fetch in panel] for panel in plan.fetches]
         self.delivery = Exchange(plan.deliveries, axis) if plan.deliveries else None
         self.a_block, self.b_block, self.c_block = (
-            one.placement(plan.spaces).local_shape(one.shape, axis.index) for one in (plan.a, plan.b, plan.c)
+            item.placement(plan.spaces).local_shape(item.shape, axis.index) for item in (plan.a, plan.b, plan.c)
         )
         own = plan.split_of(plan.c.names)
         point, names = (self.grid.shape, self.grid.coordinates), plan.c.names
@@ -109,7 +109,7 @@ class AnyProduct:
             turned = view.turned(summand)
             made = summand, self.ledger.track(empty(turned.shape, like)) if view.is_copied else turned
         left, right = workspace.widened("a", left), workspace.widened("b", right)
-        form = self.plan.form or "".join("t" if one.is_turned else "n" for one in self.plan.views[:2])
+        form = self.plan.form or "".join("t" if view.is_turned else "n" for view in self.plan.views[:2])
         if view.is_turned:
             left, right, form = right, left, OTHER_OP[form[1]] + OTHER_OP[form[0]]
         multiply_each(workspace, left, right, form, view.matrices(made[1]), alpha, beta)

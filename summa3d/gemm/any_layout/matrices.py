@@ -68,7 +68,7 @@ def multiply_each(workspace: Workspace, a: Array, b: Array, form: str, out: Arra
 
 @quiet
 def _multiply_at_once(a: Array, b: Array, form: str, out: Array) -> None:
-    left, right = (permuted(one, (0, 2, 1)) if letter == "t" else one for one, letter in zip((a, b), form, strict=True))
+    left, right = (permuted(item, (0, 2, 1)) if letter == "t" else item for item, letter in zip((a, b), form, strict=True))
     if is_torch(out):
         import torch
 

@@ -23,16 +23,16 @@ def bounded(plans: Iterable[AnyPlan], limit: int) -> AnyPlan:
     needs = [_estimate(plan, most_panels(plan)) for plan in every]
     small = sorted(range(len(every)), key=lambda at: (needs[at], at))[:SMALLEST]
     likely = [at for at, need in enumerate(needs) if need <= limit][:TRIED]
-    found = [one for at in sorted({*likely, *small}) for one in _fitting(every[at], limit)]
-    if not found:
+    result = [item for at in sorted({*likely, *small}) for item in _fitting(every[at], limit)]
+    if not result:
         least = min(bytes_of(replace(every[at], panels=panels)) for at in small for panels in _panels_of(every[at]))
         raise ConfigError(
             f"No plan needs at most {limit:,} bytes of workspace on each rank; the least that works is {least:,} bytes.\n"
             f"  {every[0].sizes} takes {bytes_of(every[0]):,} bytes by the plan that is best without a limit."
         )
-    best, *rest = sorted(found, key=lambda plan: plan.seconds) if every[0].objective == "seconds" else found
+    best, *rest = sorted(result, key=lambda plan: plan.seconds) if every[0].objective == "seconds" else result
     ranks = range(len(best.space))
-    others = [Alternative(one.text, one.words, sum(map(one.messages_of, ranks)), one.seconds) for one in rest]
+    others = [Alternative(item.text, item.words, sum(map(item.messages_of, ranks)), item.seconds) for item in rest]
     return replace(best, others=tuple(others))
 
 

@@ -183,12 +183,12 @@ class AnyPlan(PlannedWords):
     @cached_property
     def fetches(self) -> tuple[tuple[Redistribution, Redistribution], ...]:
         """Moves of A and B to the ranks that multiply them, panel by panel."""
-        lie = [(one, one.placement(self.spaces)) for one in (self.a, self.b)]
-        found = []
+        lie = [(item, item.placement(self.spaces)) for item in (self.a, self.b)]
+        result = []
         for panel in range(self.panels):
-            a, b = (Redistribution(one.shape, source, self.computed(one, panel)) for one, source in lie)
-            found.append((a, b))
-        return tuple(found)
+            a, b = (Redistribution(item.shape, source, self.computed(item, panel)) for item, source in lie)
+            result.append((a, b))
+        return tuple(result)
 
     @cached_property
     def moving(self) -> tuple[tuple[bool, bool], ...]:
@@ -230,17 +230,17 @@ class AnyPlan(PlannedWords):
     def received(self) -> dict[str, np.ndarray]:
         """Words that each rank receives: of A, of B, of summands of C that it adds, and of C."""
         spaces = self.spaces
-        found = {}
-        for name, one in (("a", self.a), ("b", self.b)):
-            wanted = self._parts(one.names, self.split_of(one.names))
-            held = spaces[one.space].held(one.layout, one.shape)
-            found[name] = _product(wanted) - _common(held, wanted)
+        result = {}
+        for name, item in (("a", self.a), ("b", self.b)):
+            wanted = self._parts(item.names, self.split_of(item.names))
+            held = spaces[item.space].held(item.layout, item.shape)
+            result[name] = _product(wanted) - _common(held, wanted)
         target = spaces[self.c.space].held(self.c.layout, self.c.shape)
         whole = self._parts(self.c.names, self.scattered)
         if self.how.kind == DIRECT:
-            return {**found, "sums": 0 * found["a"], "c": self.summed * _product(target) - _common(target, whole)}
+            return {**result, "sums": 0 * result["a"], "c": self.summed * _product(target) - _common(target, whole)}
         own = _product(whole)
-        return {**found, "sums": (self.summed - 1) * own, "c": _product(target) - _common(target, whole)}
+        return {**result, "sums": (self.summed - 1) * own, "c": _product(target) - _common(target, whole)}
 
     def _parts(self, names: str, splits: Splits) -> list[RankParts]:
         """Parts of some letters that each rank computes with."""
@@ -286,8 +286,8 @@ class AnyPlan(PlannedWords):
     def rough_workspace(self, panels: int) -> int:
         """About the words of workspace of the rank that needs most with so many panels, without a loop over ranks."""
         rough = sum(
-            _product(self._parts(one.names, self.split_of(one.names))) + self.received[name]
-            for name, one in (("a", self.a), ("b", self.b))
+            _product(self._parts(item.names, self.split_of(item.names))) + self.received[name]
+            for name, item in (("a", self.a), ("b", self.b))
             if self.received[name].any()
         )
         if self.how.kind == SCATTERED or not self.stays:
@@ -311,7 +311,7 @@ class AnyPlan(PlannedWords):
         groups = (letters.batch, letters.rows, letters.columns, letters.inner)
         entries, m, n, k = (prod(self.extents[letter] for letter in group) for group in groups)
         used = used_words(m, n, k, Fraction(entries, ranks))
-        held = sum(_product(self.spaces[one.space].held(one.layout, one.shape)) for one in (self.a, self.b, self.c))
+        held = sum(_product(self.spaces[item.space].held(item.layout, item.shape)) for item in (self.a, self.b, self.c))
         return max(0.0, used - int(held.max())) if min(entries, m, n, k) else 0.0  # type: ignore[union-attr]
 
     # -- text ---------------------------------------------------------------------------------------------------------------
@@ -331,10 +331,10 @@ class AnyPlan(PlannedWords):
     def summary(self) -> str:
         """One line on what moves."""
         parts = []
-        for letter, one in (("A", self.a), ("B", self.b)):
+        for letter, item in (("A", self.a), ("B", self.b)):
             words = int(self.received[letter.lower()].sum())
-            layout = ownership_of(self.split_of(one.names), one.shape, one.names)
-            parts.append(f"{letter} {one.layout} → {layout} ({words:,} words)" if words else f"{letter} {one.layout} stays")
+            layout = ownership_of(self.split_of(item.names), item.shape, item.names)
+            parts.append(f"{letter} {item.layout} → {layout} ({words:,} words)" if words else f"{letter} {item.layout} stays")
         axes, moved = ", ".join(self.inner_axes), int(self.received["c"].sum())
         if self.how.kind == SCATTERED:
             by = f"by {self.how.text}" if self.how.text in MATRICES else self.how.text
@@ -372,9 +372,9 @@ class AnyPlan(PlannedWords):
         messages = sum(self.messages_of(rank) for rank in range(ranks))
         best = Alternative(self.text, self.words, messages, self.seconds)
         rows: list[tuple[str, ...]] = [HEADINGS]
-        for one in (best, *self.others):
+        for item in (best, *self.others):
             rows.append(
-                ("→" if one is best else "", one.text, f"{one.words:,}", f"{one.messages:,}", f"{one.seconds:.3g}"),
+                ("→" if item is best else "", item.text, f"{item.words:,}", f"{item.messages:,}", f"{item.seconds:.3g}"),
             )
         return "\n".join([head, self.summary, most, *aligned(rows, left=(0, 1))])
 
@@ -405,7 +405,7 @@ def _product(parts: Sequence[RankParts]) -> np.ndarray:
     return size
 
 
-def _common(one: Sequence[RankParts], other: Sequence[RankParts]) -> np.ndarray:
+def _common(mine: Sequence[RankParts], other: Sequence[RankParts]) -> np.ndarray:
     """Elements that each rank has in both of two tensors' blocks."""
-    common: np.ndarray = np.prod([overlap(*parts) for parts in zip(one, other, strict=True)], axis=0)
+    common: np.ndarray = np.prod([overlap(*parts) for parts in zip(mine, other, strict=True)], axis=0)
     return common

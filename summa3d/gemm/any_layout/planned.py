@@ -125,9 +125,9 @@ def _planned(
     check_workspace(workspace)
     if last is not None and layouts[2] is None:
         raise ConfigError(f"out_grid is {last}, and there is no out_layout of C on it. Pass both.")
-    places = [first, *(one or first for one in grids[1:])]
+    places = [first, *(grid or first for grid in grids[1:])]
     distinct = list(dict.fromkeys(places))
-    spaces = tuple(RankSpace.on(first) if len(distinct) == 1 else RankSpace.among_everyone(one) for one in distinct)
+    spaces = tuple(RankSpace.on(first) if len(distinct) == 1 else RankSpace.among_everyone(item) for item in distinct)
     if len({len(space) for space in spaces}) > 1:
         raise LayoutError(
             f"{' and '.join(map(str, distinct))} are not of the same ranks: a product needs grids of one communicator."
@@ -165,10 +165,10 @@ def check_workspace(workspace: int | None) -> None:
 
 def _checked(layout: Ownership | str, space: RankSpace, grid: BaseGrid, dims: int) -> Ownership:
     """The ownership. Raises LayoutError unless it is one of so many dims, and its axes and indices are the grid's."""
-    found = ownership(layout)
-    if isinstance(found, BlockCyclic) and dims != 2:
-        raise LayoutError(f"{found!r} is block-cyclic, which matrices alone can be; a tensor of {dims} dims takes a Layout.")
-    Placement(found, grid.shape, ())
+    result = ownership(layout)
+    if isinstance(result, BlockCyclic) and dims != 2:
+        raise LayoutError(f"{result!r} is block-cyclic, which matrices alone can be; a tensor of {dims} dims takes a Layout.")
+    Placement(result, grid.shape, ())
     point = next(point for point in space.points if point)
-    found.local_shape((1,) * dims, grid.shape, point)
-    return found
+    result.local_shape((1,) * dims, grid.shape, point)
+    return result

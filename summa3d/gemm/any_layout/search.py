@@ -83,19 +83,19 @@ def cheapest(request: AnyRequest) -> AnyPlan:
     Even layouts give each axis of several members to a letter: without them the fewest words are those of one rank that
     multiplies what it holds.
     """
-    found: list[tuple[Costed, ComputeLayouts]] = []
+    result: list[tuple[Costed, ComputeLayouts]] = []
     for grid, target in _targets(request):
         search = ComputeLayouts(replace(request, c=target), grid)
-        found += [(each, search) for each in search.ranked(None if request.workspace is not None else SHOWN + 1)]
-    key = (lambda one: one[0][:3]) if request.objective == "seconds" else (lambda one: (one[0][1], one[0][0], one[0][2]))
-    found.sort(key=key)  # a stable sort: of equals, the one that was enumerated first
+        result += [(each, search) for each in search.ranked(None if request.workspace is not None else SHOWN + 1)]
+    key = (lambda item: item[0][:3]) if request.objective == "seconds" else (lambda item: (item[0][1], item[0][0], item[0][2]))
+    result.sort(key=key)  # a stable sort: of equals, the one that was enumerated first
     if request.workspace is not None:
-        return bounded((search.plan_of(each) for each, search in found), request.workspace)
-    best, search = found[0]
+        return bounded((search.plan_of(each) for each, search in result), request.workspace)
+    best, search = result[0]
     plan = search.plan_of(best)
     others = tuple(
-        Alternative(each.text_of(one), one.words, one.messages, one.picoseconds * PICOSECOND)
-        for one, each in found[1 : SHOWN + 1]
+        Alternative(each.text_of(item), item.words, item.messages, item.picoseconds * PICOSECOND)
+        for item, each in result[1 : SHOWN + 1]
     )
     return replace(plan, others=others)
 
@@ -108,8 +108,8 @@ def _targets(request: AnyRequest) -> Iterator[tuple[int, Owned | None]]:
             continue
         axes, names = request.spaces[0].axes, request.subscripts.c
         shape = tuple(request.extents[letter] for letter in names)
-        for one in names:
-            layout = Layout(*(axes if letter == one else () for letter in names), names=names)
+        for name in names:
+            layout = Layout(*(axes if letter == name else () for letter in names), names=names)
             yield grid, Owned(layout, shape, names, 0)
 
 
@@ -118,13 +118,13 @@ class ComputeLayouts:
 
     def __init__(self, request: AnyRequest, grid: int) -> None:
         self.request, self.grid, self.space = request, grid, request.spaces[grid]
-        tensors = [one for one in (request.a, request.b, request.c) if one is not None and one.space == grid]
+        tensors = [item for item in (request.a, request.b, request.c) if item is not None and item.space == grid]
         letters, c = request.subscripts.letters, request.subscripts.c
         dealt: dict[str, list[DimSplit]] = {letter: [] for letter in letters}
         hints: list[tuple[str, ...]] = []
-        for one in tensors:
-            blocks = one.layout.block if isinstance(one.layout, BlockCyclic) else (0,) * len(one.names)
-            for letter, axes, block in zip(one.names, one.layout.dims, blocks, strict=True):
+        for tensor in tensors:
+            blocks = tensor.layout.block if isinstance(tensor.layout, BlockCyclic) else (0,) * len(tensor.names)
+            for letter, axes, block in zip(tensor.names, tensor.layout.dims, blocks, strict=True):
                 split = DimSplit(self.space.true_axes(axes), block)
                 hints.append(split.axes)
                 if block and split.axes and split not in dealt[letter]:
@@ -139,9 +139,9 @@ class ComputeLayouts:
         self._overlapping: dict[tuple[str, int], np.ndarray] = {}
         self.addings = ways_of_adding(c)
         self.held = {
-            name: request.spaces[one.space].held(one.layout, one.shape)
-            for name, one in (("a", request.a), ("b", request.b), ("c", request.c))
-            if one is not None
+            name: request.spaces[item.space].held(item.layout, item.shape)
+            for name, item in (("a", request.a), ("b", request.b), ("c", request.c))
+            if item is not None
         }
 
     def _roles(self, tensors: Sequence[Owned]) -> tuple[str, ...]:
@@ -156,26 +156,31 @@ class ComputeLayouts:
             return (letters.letters + none,) * len(axes)
         groups = (letters.batch, letters.rows, letters.columns, letters.inner)
         longest = {max(group, key=lambda letter: extents[letter]) for group in groups if group}
-        found = []
+        result = []
         for axis in axes:
-            own = {letter for one in tensors for letter, split in zip(one.names, one.layout.dims, strict=True) if axis in split}
-            found.append("".join(letter for letter in letters.letters if letter in longest | own) + none)
-        return tuple(found)
+            own = {
+                letter
+                for tensor in tensors
+                for letter, split in zip(tensor.names, tensor.layout.dims, strict=True)
+                if axis in split
+            }
+            result.append("".join(letter for letter in letters.letters if letter in longest | own) + none)
+        return tuple(result)
 
     def _parts(self, dim: str) -> list[RankParts]:
         """Part of a letter's dim on each rank, for each split: a longer list of axes splits the parts of its beginning."""
         extent = self.request.extents[dim]
-        found: list[RankParts] = []
+        result: list[RankParts] = []
         known: dict[tuple[str, ...], RangeParts] = {(): self.space.whole(extent)}
         for axes, block in self.all.splits[dim]:
             if block:
-                found.append(parts_of(self.space, extent, DimSplit(axes, block)))
+                result.append(parts_of(self.space, extent, DimSplit(axes, block)))
                 continue
             for length in range(1, len(axes) + 1):
                 if axes[:length] not in known:
                     known[axes[:length]] = self.space.halves(known[axes[: length - 1]], axes[length - 1])
-            found.append(known[axes])
-        return found
+            result.append(known[axes])
+        return result
 
     def _overlaps(self, name: str, place: int, dim: str) -> np.ndarray:
         """Indices of a dim of A, B or C that each rank holds and computes with, a row for each split."""
@@ -185,11 +190,11 @@ class ComputeLayouts:
                 ranges = [part for part in parts if isinstance(part, RangeParts)]
                 starts, stops = np.array([part.start for part in ranges]), np.array([part.stop for part in ranges])
                 self._stacked[dim] = RangeParts(starts, stops)
-            found = overlap(held, self._stacked[dim])
-            if len(found) < len(parts):
-                rows = iter(found)
-                found = np.array([next(rows) if isinstance(part, RangeParts) else overlap(held, part) for part in parts])
-            self._overlapping[name, place] = found
+            result = overlap(held, self._stacked[dim])
+            if len(result) < len(parts):
+                rows = iter(result)
+                result = np.array([next(rows) if isinstance(part, RangeParts) else overlap(held, part) for part in parts])
+            self._overlapping[name, place] = result
         return self._overlapping[name, place]
 
     # -- costs of the steps -------------------------------------------------------------------------------------------------
@@ -208,13 +213,13 @@ class ComputeLayouts:
         """Elements that each rank has in both its block of A, B or C and what it computes with."""
         return _product([self._overlaps(name, place, letter)[numbers[letter]] for place, letter in enumerate(names)])
 
-    def _fetch(self, name: str, one: Owned) -> tuple[np.ndarray, np.ndarray]:
+    def _fetch(self, name: str, owned: Owned) -> tuple[np.ndarray, np.ndarray]:
         """Words and seconds of bringing A or B to each compute layout."""
         numbers = self.all.numbers
-        wanted, kept = self._blocks(one.names, numbers), self._common(name, one.names, numbers)
+        wanted, kept = self._blocks(owned.names, numbers), self._common(name, owned.names, numbers)
         received = wanted - kept
         words = received.sum(-1)
-        copies = wanted.sum(-1) // max(1, prod(one.shape))
+        copies = wanted.sum(-1) // max(1, prod(owned.shape))
         return words, self._exchange(words, received, self._sent(self.held[name], copies, kept))
 
     def _sent(self, held: Sequence[RankParts], copies: np.ndarray, kept: np.ndarray) -> np.ndarray:
@@ -301,8 +306,8 @@ class ComputeLayouts:
         both = [(self.all.splits[letter], numbers[letter]) for letter in names]
         in_ranges = [np.array([not split.block for split in splits])[at] for splits, at in both]
         dealt = [np.array([bool(split.block) or not split.axes for split in splits])[at] for splits, at in both]
-        found: np.ndarray = np.logical_and.reduce(in_ranges)
-        return found | np.logical_and.reduce(dealt) if len(names) == 2 else found
+        result: np.ndarray = np.logical_and.reduce(in_ranges)
+        return result | np.logical_and.reduce(dealt) if len(names) == 2 else result
 
     # -- results ------------------------------------------------------------------------------------------------------------
 
@@ -324,20 +329,20 @@ class ComputeLayouts:
         table = np.concatenate(tables, axis=1)
         first, second = (0, 1) if request.objective == "seconds" else (1, 0)
         order = np.lexsort((table[4], table[3], table[2], table[second], table[first]))[:count]
-        found = table[:, order].T.tolist()
-        return [Costed(seconds, words, messages, at, self.addings[way]) for seconds, words, messages, at, way in found]
+        result = table[:, order].T.tolist()
+        return [Costed(seconds, words, messages, at, self.addings[way]) for seconds, words, messages, at, way in result]
 
     def _splits_at(self, at: int) -> dict[str, DimSplit]:
         return {letter: splits[self.all.numbers[letter][at]] for letter, splits in self.all.splits.items()}
 
-    def plan_of(self, found: Costed) -> AnyPlan:
+    def plan_of(self, costed: Costed) -> AnyPlan:
         """The plan of a compute layout and a way of adding."""
-        request, splits, names = self.request, self._splits_at(found.at), self.request.subscripts.c
+        request, splits, names = self.request, self._splits_at(costed.at), self.request.subscripts.c
         shape = tuple(request.extents[letter] for letter in names)
         free = Owned(Layout(*([()] * len(names)), names=names), shape, names, self.grid)
         plan = AnyPlan(
             request.form, request.extents, request.dtype, request.spaces, request.a, request.b, request.c or free, self.grid,
-            splits, found.how, found.picoseconds * PICOSECOND, request.machine, request.objective,
+            splits, costed.how, costed.picoseconds * PICOSECOND, request.machine, request.objective,
         )  # fmt: skip
         if request.c is not None:
             return plan
@@ -345,10 +350,10 @@ class ComputeLayouts:
         assert layout is not None
         return replace(plan, c=free._replace(layout=layout))
 
-    def text_of(self, found: Costed) -> str:
+    def text_of(self, costed: Costed) -> str:
         """Name of a compute layout in the table of alternatives."""
         space = self.space if len(self.request.spaces) > 1 else None
-        return with_way(named(self._splits_at(found.at), space), found.how)
+        return with_way(named(self._splits_at(costed.at), space), costed.how)
 
 
 @lru_cache(maxsize=64)
@@ -379,8 +384,8 @@ def combinations(
     for given in product(*roles):
         own = [tuple(name for name, role in zip(names, given, strict=True) if role == letter) for letter in letters]
         choices = [
-            [*map(DimSplit, _orders(one, names, hints)), *(split for split in also if set(split.axes) == set(one))]
-            for one, also in zip(own, dealt, strict=True)
+            [*map(DimSplit, _orders(item, names, hints)), *(split for split in also if set(split.axes) == set(item))]
+            for item, also in zip(own, dealt, strict=True)
         ]
         for chosen in product(*choices):
             inner = tuple(axis for split in chosen[len(c) :] for axis in split.axes)
@@ -397,16 +402,16 @@ def _orders(axes: tuple[str, ...], names: Sequence[str], hints: Sequence[tuple[s
     """The orders of a dim's axes that are tried: the grid's first."""
     if len(names) <= ALL_ORDERS:
         return list(permutations(axes))
-    found = [axes]
+    result = [axes]
     for hint in hints:
         held = tuple(axis for axis in hint if axis in axes)
-        found.append(held + tuple(axis for axis in axes if axis not in held))
-    return list(dict.fromkeys(found))
+        result.append(held + tuple(axis for axis in axes if axis not in held))
+    return list(dict.fromkeys(result))
 
 
 def _product(factors: Sequence[np.ndarray]) -> np.ndarray:
-    found: np.ndarray = reduce(mul, factors)
-    return found
+    result: np.ndarray = reduce(mul, factors)
+    return result
 
 
 def _holders_alike(held: Sequence[RankParts]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray] | None:

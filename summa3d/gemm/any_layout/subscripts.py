@@ -39,9 +39,9 @@ class Subscripts(NamedTuple):
             for letter in letters:
                 if letters.count(letter) > 1:
                     raise ShapeError(f"{text!r}: {name} has {letter} twice; a letter stands for one dim.")
-        found = cls(*names)
-        found._check(text)
-        return found
+        result = cls(*names)
+        result._check(text)
+        return result
 
     def _check(self, text: str) -> None:
         """Raise ShapeError for a letter of C that no operand has, or of one operand alone that C has not."""
@@ -80,14 +80,14 @@ class Subscripts(NamedTuple):
 
     def extents(self, a: Sequence[int], b: Sequence[int]) -> dict[str, int]:
         """Letter → its size, of the shapes of A and B. Raises ShapeError where they do not fit the letters, or each other."""
-        found: dict[str, int] = {}
+        result: dict[str, int] = {}
         for name, letters, shape in (("A", self.a, a), ("B", self.b, b)):
             if len(shape) != len(letters):
                 raise ShapeError(f"{self}: {name} has {len(letters)} letters, {letters}, and the shape {tuple(shape)}.")
             for letter, size in zip(letters, shape, strict=True):
-                if found.setdefault(letter, size) != size:
-                    raise ShapeError(f"{self}: {letter} is {found[letter]} in A {tuple(a)} and {size} in B {tuple(b)}.")
-        return {letter: found[letter] for letter in self.letters}
+                if result.setdefault(letter, size) != size:
+                    raise ShapeError(f"{self}: {letter} is {result[letter]} in A {tuple(a)} and {size} in B {tuple(b)}.")
+        return {letter: result[letter] for letter in self.letters}
 
     def __str__(self) -> str:
         return f"{self.a},{self.b}->{self.c}"

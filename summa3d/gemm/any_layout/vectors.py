@@ -72,16 +72,16 @@ class DealtParts(NamedTuple):
 RankParts = RangeParts | DealtParts
 
 
-def overlap(one: RankParts, other: RankParts) -> np.ndarray:
+def overlap(mine: RankParts, other: RankParts) -> np.ndarray:
     """Indices that each rank has in both; of ranges there may be many rows."""
     if isinstance(other, RangeParts):
-        return one.below(other.stop) - one.below(other.start)
-    if isinstance(one, RangeParts):
-        return other.below(one.stop) - other.below(one.start)
-    if (one.block, one.parts) == (other.block, other.parts) and np.array_equal(one.turn, other.turn):
-        return np.minimum(one.size, other.size)
+        return mine.below(other.stop) - mine.below(other.start)
+    if isinstance(mine, RangeParts):
+        return other.below(mine.stop) - other.below(mine.start)
+    if (mine.block, mine.parts) == (other.block, other.parts) and np.array_equal(mine.turn, other.turn):
+        return np.minimum(mine.size, other.size)
     runs = other.runs()
-    total: np.ndarray = (one.below(runs.stop) - one.below(runs.start)).sum(0)
+    total: np.ndarray = (mine.below(runs.stop) - mine.below(runs.start)).sum(0)
     return total
 
 
@@ -144,13 +144,13 @@ class RankSpace:
             dealt = zip(shape, layout.dims, layout.block, strict=True)
             return [self.dealt(extent, self.true_axes(axes), block) for extent, axes, block in dealt]
         holds, at = self._holders(layout), dict(layout.at)
-        found: list[RankParts] = []
+        result: list[RankParts] = []
         for extent, axes in zip(shape, layout.dims, strict=True):
             parts = self.whole(extent)
             for axis in axes:
                 parts = self.halves(parts, axis, at.get(axis, ()))
-            found.append(RangeParts(parts.start, np.where(holds, parts.stop, parts.start)))
-        return found
+            result.append(RangeParts(parts.start, np.where(holds, parts.stop, parts.start)))
+        return result
 
     def _holders(self, layout: Layout) -> np.ndarray:
         """Return which ranks hold a block (`Layout.holds_block`)."""

@@ -19,8 +19,8 @@ def peak_of(plan: Any, rank: int) -> int:
     summand = wide * own if scatters or steps or wide > 1 else 0
     most = _multiplying(plan, rank, wide, own, summand)
     if plan.how.kind == DIRECT:
-        received, added = sum(one.words_of(rank) for one in steps), prod(steps[0].target.local_shape(plan.c.shape, rank))
-        exchange = sum(one.workspace_of(rank) for one in steps)
+        received, added = sum(step.words_of(rank) for step in steps), prod(steps[0].target.local_shape(plan.c.shape, rank))
+        exchange = sum(step.workspace_of(rank) for step in steps)
         total = added if wide > 1 else 0  # else it is C
         return max(most, summand + wide * max(exchange, received + total + added))
     if scatters:

@@ -86,8 +86,8 @@ class Candidate:
         if self.machine.node or "pieces" not in registry.ALGORITHMS[self.algorithm].options or getattr(self.plan, "panel", None):
             return self
         count = best_pieces(self.plan, self.grid, self.dtype, self.machine)
-        found = replace(self, plan=replace(self.plan, pieces=count))
-        return self if memory_limit is not None and found.workspace_bytes > memory_limit else found
+        result = replace(self, plan=replace(self.plan, pieces=count))
+        return self if memory_limit is not None and result.workspace_bytes > memory_limit else result
 
     @cached_property
     def in_one_piece(self) -> float:
@@ -96,14 +96,14 @@ class Candidate:
         sizes = zip(self._extents(), (mean.m, mean.n, mean.k), strict=True)
         m, n, k = (_largest(extent, part) for extent, part in sizes)
         imbalance = max(1.0, m * n * k / (mean.m * mean.n * mean.k)) if m * n * k else 1.0
-        one = self.machine.product(m, n, k, self.dtype)
+        item = self.machine.product(m, n, k, self.dtype)
         reduced, rest = float(mean.reduced) * imbalance, (mean.messages, self.dtype, self.ranks)
         if self.machine.node and registry.ALGORITHMS[self.algorithm].reads_in_place:
             moved = self.machine.node_transfer(self._copied_words(), reduced, *rest)
             collectives: float = sum(size > 1 for size in self.grid.values())  # each waits once, however many members it has
         else:
             moved, collectives = self.machine.transfer(float(mean.gathered) * imbalance, reduced, *rest), mean.messages
-        return crowding * (mean.products * one + moved + self.machine.waits(collectives))
+        return crowding * (mean.products * item + moved + self.machine.waits(collectives))
 
     def _copied_words(self) -> float:
         """Words of A and B that a rank of the cuboid copies into slots, where the others read them."""
@@ -237,7 +237,7 @@ def choose(
     awkward = not here or (here[0].mean.words > AWKWARD * bound and not search.machine.node)
     if awkward:
         fewer = range(ranks - 1, ranks // 2 if ranks <= EVERY_COUNT else ranks - min(ranks // 16, EVERY_COUNT), -1)
-        counts += [found[0] for found in map(search.best_of, fewer) if found]
+        counts += [result[0] for result in map(search.best_of, fewer) if result]
     if not counts:
         raise ConfigError(_nothing_fits(search, ranks))
     fastest = min(candidate.seconds for candidate in counts)
@@ -245,9 +245,9 @@ def choose(
     best = min(alike, key=lambda candidate: (candidate.mean.words, -candidate.ranks))
     others = [candidate for candidate in here if candidate is not best][: SHOWN - 1]
     if best.ranks < ranks:
-        others = (here[:3] + sorted((one for one in alike if one is not best), key=lambda one: one.seconds))[: SHOWN - 1]
+        others = (here[:3] + sorted((item for item in alike if item is not best), key=lambda item: item.seconds))[: SHOWN - 1]
     why = _reason(best, here, ranks, awkward, fastest)
-    best, *others = (one.in_pieces(memory_limit) for one in (best, *others))
+    best, *others = (item.in_pieces(memory_limit) for item in (best, *others))
     if best.pieces > 1:
         why += f" In {best.pieces} pieces it takes {best.share_of_one:.0%} of the seconds of one."
     return Choice(best, others, ranks, bound, why, shape=(m, n, k))
@@ -267,21 +267,21 @@ class Search:
 
     def best_of(self, ranks: int) -> list[Candidate]:
         """The candidates on exactly this many ranks that fit the limit, the best first."""
-        found = sorted(self.candidates(ranks), key=_order_in_a_node if self.machine.node else _order)
+        result = sorted(self.candidates(ranks), key=_order_in_a_node if self.machine.node else _order)
         if self.memory_limit is None:
-            return found
-        return [one for one in found if one.workspace_bytes <= self.memory_limit]
+            return result
+        return [item for item in result if item.workspace_bytes <= self.memory_limit]
 
     def candidates(self, ranks: int) -> Iterator[Candidate]:
         """Every algorithm on every grid; with a memory limit, in narrower panels too."""
         m, n, k = self.shape
         for name in self.names:
-            found = registry.ALGORITHMS[name]
-            limited = self.memory_limit is not None and "panel" in found.options
+            result = registry.ALGORITHMS[name]
+            limited = self.memory_limit is not None and "panel" in result.options
             widths: tuple[int | None, ...] = (None, *PANEL_WIDTHS) if limited else (None,)
-            plans = [(width, found.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
-            for grid, (width, plan) in product(found.grids(ranks), plans):
-                mean = found.mean(self.form.replace("c", "t"), m, n, k, grid)
+            plans = [(width, result.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
+            for grid, (width, plan) in product(result.grids(ranks), plans):
+                mean = result.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
                     mean = in_panels(mean, max(mean.products, -(-k // width)))
                 candidate = Candidate(name, grid, ranks, plan, mean, self.dtype, self.machine)
@@ -289,14 +289,14 @@ class Search:
                     yield candidate
 
 
-def _order(one: Candidate) -> tuple[Any, ...]:
+def _order(candidate: Candidate) -> tuple[Any, ...]:
     """Fewest words; then fewest summed, so that m or n is split before k; then least time; then m before n."""
-    return one.mean.words, one.mean.reduced, one.seconds, *(-size for size in one.grid.values())
+    return candidate.mean.words, candidate.mean.reduced, candidate.seconds, *(-size for size in candidate.grid.values())
 
 
-def _order_in_a_node(one: Candidate) -> tuple[Any, ...]:
+def _order_in_a_node(candidate: Candidate) -> tuple[Any, ...]:
     """Least time; then fewest words; then m before n."""
-    return one.seconds, one.mean.words, *(-size for size in one.grid.values())
+    return candidate.seconds, candidate.mean.words, *(-size for size in candidate.grid.values())
 
 
 def in_panels(mean: Mean, count: int) -> Mean:
@@ -319,14 +319,14 @@ def _reason(best: Candidate, here: list[Candidate], ranks: int, awkward: bool, f
     idle = f"{ranks - best.ranks} of {counted(ranks, 'rank')} idle: "
     if not here:
         return idle + f"nothing on {counted(ranks, 'rank')} fits the memory limit."
-    all_of_them, these = (f"{one.words:,.0f} words each, {one.seconds:.3g} s in one piece" for one in (here[0], best))
+    all_of_them, these = (f"{item.words:,.0f} words each, {item.seconds:.3g} s in one piece" for item in (here[0], best))
     if best.seconds > fastest:
         these += f" (within {ALIKE - 1:.0%} of the fastest, {fastest:.3g} s, the fewest words)"
     return idle + f"{best.ranks} would move {these}; all of them {all_of_them}."
 
 
 def _nothing_fits(search: Search, ranks: int) -> str:
-    smallest = min(search.candidates(ranks), key=lambda one: one.workspace_bytes)
+    smallest = min(search.candidates(ranks), key=lambda item: item.workspace_bytes)
     m, n, k = search.shape
     return (
         f"Nothing multiplies {m}×{k} by {k}×{n} {search.dtype.name} on {counted(ranks, 'rank')} "

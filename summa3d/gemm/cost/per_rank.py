@@ -108,10 +108,10 @@ class Cuts:
 @lru_cache(maxsize=256)
 def cuts(start: int, stop: int, x_parts: int, y_parts: int, width: int | None, pieces: int = 1, grain: int = 1) -> Cuts:
     """The panels of start:stop, counted."""
-    found = divided(panels(start, stop, x_parts, y_parts, width, grain), pieces)
-    widths = Counter(panel.width for panel in found)
-    count_of_owner = {"x": Counter(panel.x_owner for panel in found), "y": Counter(panel.y_owner for panel in found)}
-    return Cuts(len(found), max(widths, default=0), widths, count_of_owner)
+    result = divided(panels(start, stop, x_parts, y_parts, width, grain), pieces)
+    widths = Counter(panel.width for panel in result)
+    count_of_owner = {"x": Counter(panel.x_owner for panel in result), "y": Counter(panel.y_owner for panel in result)}
+    return Cuts(len(result), max(widths, default=0), widths, count_of_owner)
 
 
 def panel_broadcasts(
@@ -289,7 +289,7 @@ def transposition(plan: ProductPlan, grid_shape: GridShape, conditions: Conditio
     """Cost that `transpose.Transposed` adds to the product B·A: the words of C's block that a rank does not hold after it."""
     points = [coordinates for coordinates, _ in Layout().blocks((), grid_shape)]
     layout = plan.swapped().c_layout.transposed()
-    source, target = (Placement(one, grid_shape, points) for one in (layout, plan.c_layout))
+    source, target = (Placement(item, grid_shape, points) for item in (layout, plan.c_layout))
     moves = Redistribution(plan.c_shape, source, target)
 
     def cost_of(at: Coordinates) -> Cost:

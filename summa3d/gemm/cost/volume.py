@@ -66,7 +66,7 @@ def gradients(
     """
     plans = () if isinstance(plan, (CuboidPlan, OnedPlan)) else gradient_plans(plan)
     products = [
-        of_plan(found, grid_shape, staged=staged) for found, needed in zip(plans, (need_a, need_b), strict=False) if needed
+        of_plan(result, grid_shape, staged=staged) for result, needed in zip(plans, (need_a, need_b), strict=False) if needed
     ]
 
     def cost_of(at: Coordinates) -> Cost:
@@ -92,9 +92,9 @@ def _gathered(
 ) -> list[Cost]:
     """dC is gathered once; each gradient's plan says what else is, and what is summed."""
     moves, gathered = [], False
-    for needed, gradient, found in zip((need_a, need_b), GRADIENTS[plan.form], gradient_plans(plan), strict=True):
+    for needed, gradient, result in zip((need_a, need_b), GRADIENTS[plan.form], gradient_plans(plan), strict=True):
         if needed:
-            first, second, summed = moves_of(found, grid_shape, at, staged)
+            first, second, summed = moves_of(result, grid_shape, at, staged)
             of_c, other = (first, second) if gradient.c_first else (second, first)
             moves += [summed, *([] if gathered else [of_c]), *([other] if regather else [])]
             gathered = True

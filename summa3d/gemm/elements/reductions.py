@@ -43,10 +43,10 @@ def extreme(matrix: Distributed, name: str) -> Any:
     _check_some(matrix, name, prod(matrix.shape))
     block, axes = matrix.block, splitting(matrix.layout)
     wide = _ordered(block, name)
-    found: Array = library_of(block).full((1,), _bound(wide, name), dtype=wide, **_place(block))
+    result: Array = library_of(block).full((1,), _bound(wide, name), dtype=wide, **_place(block))
     if prod(block.shape):
-        found = widened(getattr(block, name)().reshape(1))
-    return getattr(matrix.grid[axes].all_gather(contiguous(found)) if axes else found, name)().item()
+        result = widened(getattr(block, name)().reshape(1))
+    return getattr(matrix.grid[axes].all_gather(contiguous(result)) if axes else result, name)().item()
 
 
 @quiet
@@ -57,8 +57,8 @@ def sum_along(matrix: Matrix, dim: int) -> Matrix:
     """
     _check_dim(dim, "sum")
     wide = wide_dtype(matrix.block)
-    found = line_sums(matrix, dim)
-    return _line(matrix, found if is_whole_dtype(wide) else cast(found, matrix.block), dim)
+    result = line_sums(matrix, dim)
+    return _line(matrix, result if is_whole_dtype(wide) else cast(result, matrix.block), dim)
 
 
 @quiet
@@ -66,11 +66,11 @@ def mean_along(matrix: Matrix, dim: int) -> Matrix:
     """The means over `dim`, as `sum_along`; of whole numbers in float64. Raises ShapeError where there is nothing to take."""
     _check_dim(dim, "mean")
     _check_some(matrix, "mean", matrix.shape[dim])
-    found = line_sums(matrix, dim)
-    if is_whole_dtype(found.dtype):
-        found = found.double() if is_torch(found) else found.astype(np.float64)
-        return _line(matrix, found / matrix.shape[dim], dim)
-    return _line(matrix, cast(found / matrix.shape[dim], matrix.block), dim)
+    result = line_sums(matrix, dim)
+    if is_whole_dtype(result.dtype):
+        result = result.double() if is_torch(result) else result.astype(np.float64)
+        return _line(matrix, result / matrix.shape[dim], dim)
+    return _line(matrix, cast(result / matrix.shape[dim], matrix.block), dim)
 
 
 @quiet
@@ -91,8 +91,8 @@ def extreme_along(matrix: Matrix, dim: int, name: str) -> Matrix:
         return _line(matrix, cast(_reduced(matrix, dim, values, name), block), dim)
     is_nan = library.isnan(values)
     flagged = library.stack([library.where(is_nan, bound, values), library.where(is_nan, -bound, bound)])
-    found = _reduced(matrix, dim, flagged, name)
-    return _line(matrix, cast(library.where(found[1] == -bound, float("nan"), found[0]), block), dim)
+    result = _reduced(matrix, dim, flagged, name)
+    return _line(matrix, cast(library.where(result[1] == -bound, float("nan"), result[0]), block), dim)
 
 
 def diagonal(matrix: Distributed) -> Array:

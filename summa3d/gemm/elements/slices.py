@@ -67,9 +67,11 @@ class SlicedOwnership:
         dims = [[inside for _, inside in pieces] for pieces in self._pieces(grid.shape, grid.coordinates)]
         if all(len(insides) < 2 and (not insides or insides[0].step > 0) for insides in dims):
             return tuple(
-                slice(one.start, one.stop, one.step) for one in (insides[0] if insides else range(0) for insides in dims)
+                slice(item.start, item.stop, item.step) for item in (insides[0] if insides else range(0) for insides in dims)
             )
-        return np.ix_(*(np.concatenate([np.asarray(one, np.int64) for one in insides] or [np.arange(0)]) for insides in dims))
+        return np.ix_(
+            *(np.concatenate([np.asarray(inside, np.int64) for inside in insides] or [np.arange(0)]) for insides in dims)
+        )
 
     def _pieces(self, grid_shape: Mapping[str, int], coordinates: Coordinates) -> list[list[tuple[slice, range]]]:
         runs = self.layout.runs(self.whole, grid_shape, coordinates)
@@ -82,16 +84,16 @@ def _pieces(runs: Runs, taken: range) -> list[tuple[slice, range]]:
     >>> _pieces((slice(2, 5), slice(8, 11)), range(9, 1, -2))
     [(slice(0, 1, None), range(4, 2, -2)), (slice(3, 4, None), range(1, -1, -2))]
     """
-    step, count, found, stored = abs(taken.step), len(taken), [], 0
+    step, count, result, stored = abs(taken.step), len(taken), [], 0
     first = min(taken[0], taken[-1]) if taken else 0
     for run in runs:
         low, high = (min(max(0, -((first - edge) // step)), count) for edge in (run.start, run.stop))
         if low < high:
             start = stored + first + low * step - run.start
             inside = range(start, start + (high - low - 1) * step + 1, step)
-            found.append((slice(low, high), inside) if taken.step > 0 else (slice(count - high, count - low), inside[::-1]))
+            result.append((slice(low, high), inside) if taken.step > 0 else (slice(count - high, count - low), inside[::-1]))
         stored += run.stop - run.start
-    return found if taken.step > 0 else found[::-1]
+    return result if taken.step > 0 else result[::-1]
 
 
 def part(matrix: Matrix, key: Any) -> Any:
@@ -124,7 +126,7 @@ def put_part(matrix: Distributed, key: Any, value: Any) -> None:
             raise ShapeError(f"A[…] is {shape[0]}×{shape[1]}, and B {value.shape[0]}×{value.shape[1]}; sizes must be equal.")
     elif not isinstance(value, Number):
         raise TypeError(f"A[…] = a {type(value).__name__}: it takes a number, or a DistMatrix, as from_global makes.")
-    found: Any = None if is_matrix else scalar_of(matrix, value, "=")
+    result: Any = None if is_matrix else scalar_of(matrix, value, "=")
     other = value.grid if is_matrix else grid
     if not (grid.inside or other is not grid):
         return
@@ -135,9 +137,9 @@ def put_part(matrix: Distributed, key: Any, value: Any) -> None:
         facts = {"shape": matrix.shape, "layout": str(matrix.layout), "B": str(value.layout), "grid": repr(other)}
         agree_on_call(grid, "A[…] = B", {**facts, **_facts(matrix, ranges)}, axis)
         plan = Redistribution(shape, on(other, value.layout), on(grid, cast(Ownership, own)))
-        found = empty(plan.target.local_shape(shape, axis.index), matrix.block)
-        Exchange([plan], axis).run(value.block, found)
-    matrix.block[own.index(grid)] = found
+        result = empty(plan.target.local_shape(shape, axis.index), matrix.block)
+        Exchange([plan], axis).run(value.block, result)
+    matrix.block[own.index(grid)] = result
 
 
 def sliced(matrix: Distributed, ranges: IndexRanges) -> SlicedOwnership:
@@ -162,9 +164,9 @@ def ranges_of(key: Any, shape: tuple[int, ...]) -> tuple[IndexRanges, bool]:
     if len(keys) > 2:
         raise ShapeError(f"A[{len(keys)} indices]: a matrix has two dims, A[rows, columns].")
     names = ("rows", "columns")[: len(keys)]
-    found = [_range_of(one, extent, name) for one, extent, name in zip(keys, shape, names, strict=False)]
-    rows, columns = (*found, range(shape[1]))[:2]
-    return (rows, columns), len(keys) == 2 and not any(isinstance(one, slice) for one in keys)
+    result = [_range_of(item, extent, name) for item, extent, name in zip(keys, shape, names, strict=False)]
+    rows, columns = (*result, range(shape[1]))[:2]
+    return (rows, columns), len(keys) == 2 and not any(isinstance(key, slice) for key in keys)
 
 
 def _range_of(key: Any, extent: int, name: str) -> range:

@@ -26,13 +26,13 @@ def on_all_ranks(grid: BaseGrid, what: str, step: Callable[[], Found]) -> Found:
     """
     error: Exception | None = None
     try:
-        found = step()
+        result = step()
     except Summa3dError as caught:
         error = caught
     except FAULTS as caught:
         error = DataError(f"{what}: {caught}")
     agree_on_error(grid.everyone.comm, error)
-    return found
+    return result
 
 
 def replace(grid: BaseGrid, path: Path, *steps: Callable[[Path], object]) -> None:

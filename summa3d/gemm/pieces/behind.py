@@ -90,8 +90,8 @@ class BehindQueue:
     @classmethod
     def of(cls, grid: BaseGrid) -> BehindQueue:
         """That of a job, which all parts of its grid share."""
-        found: BehindQueue = grid.job.kept[cls].setdefault("queue", cls())
-        return found
+        result: BehindQueue = grid.job.kept[cls].setdefault("queue", cls())
+        return result
 
     def __bool__(self) -> bool:
         """Return whether something is not waited for yet: alike on all ranks, whatever has arrived."""
@@ -101,17 +101,17 @@ class BehindQueue:
         self, axis: Axis, block: Array, whole: tuple[int, int], dim: int, sizes: Sequence[int], pieces: int
     ) -> GatheredBehind:
         """Begin a gather; its first piece is under way if it is the only one."""
-        found = GatheredBehind(self, axis, block, whole, dim, sizes, pieces)
-        self._waiting.append(found)
+        result = GatheredBehind(self, axis, block, whole, dim, sizes, pieces)
+        self._waiting.append(result)
         if len(self._waiting) == 1:
-            found.step()
-        return found
+            result.step()
+        return result
 
     def step(self) -> None:
         """Let the next piece begin, where the last one has arrived: called where nothing that is waited for is under way."""
-        for one in self._waiting:
-            if not one.done:
-                one.step()
+        for item in self._waiting:
+            if not item.done:
+                item.step()
                 return
 
     def finish(self, last: GatheredBehind) -> None:

@@ -114,7 +114,7 @@ class Rounds:
         IN_FLIGHT.advance()
         while self._here < len(self._posted) and ((first := self._posted[self._here]) is None or first.done):
             self._take()
-        if self._behind and self._here == len(self._rounds) and all(one.done for one in self._sends):
+        if self._behind and self._here == len(self._rounds) and all(send.done for send in self._sends):
             self._behind.step()
 
     def send(self, axis: Axis, array: Array, cell: SumCell) -> None:
@@ -308,7 +308,7 @@ class PiecedProduct:
             ending()
             return out
 
-        return StartedProduct({one.name: one.array for one in arrivals}, wait)
+        return StartedProduct({arrival.name: arrival.array for arrival in arrivals}, wait)
 
     def _run(
         self,
@@ -386,7 +386,7 @@ class PiecedProduct:
     def _multiply(self, arrivals: Sequence[PiecedOperand], slab: DimRanges, place: CellMemory, alpha: Any, beta: Any) -> None:
         """One slab: ranges of the operands into those of a place."""
         letters = (self.plan.a_names, self.plan.b_names)
-        a, b = (one.operand[_index(slab, names)] for one, names in zip(arrivals, letters, strict=True))
+        a, b = (item.operand[_index(slab, names)] for item, names in zip(arrivals, letters, strict=True))
         lows = {letter: place.ranges[letter][0] for letter in "mn"}
         moved = {letter: (slab[letter][0] - low, slab[letter][1] - low) for letter, low in lows.items()}
         target = place.memory[_index(moved, "mn")]

@@ -45,15 +45,15 @@ class Round(NamedTuple):
 
 def rounds(sizes: Sequence[int], index: int, pieces: int) -> list[Round]:
     """The exchanges of member `index`, whose members' blocks have `sizes`: the nearest first, so that no two share a port."""
-    starts, found = [0, *accumulate(sizes)], []
+    starts, result = [0, *accumulate(sizes)], []
     for step in range(1, len(sizes)):
         source, target = (index + step) % len(sizes), (index - step) % len(sizes)
         coming = [(starts[source] + low, starts[source] + high) for low, high in pieces_of(sizes[source], pieces)]
         leaving = pieces_of(sizes[index], pieces)
         for number in range(max(len(coming), len(leaving))):
             receive, send = (each[number : number + 1] for each in (coming, leaving))
-            found.append(Round(source, receive[0] if receive else None, target, send[0] if send else None))
-    return found
+            result.append(Round(source, receive[0] if receive else None, target, send[0] if send else None))
+    return result
 
 
 class SumCell(NamedTuple):
@@ -102,7 +102,7 @@ class PiecedSchedule(NamedTuple):
         """Messages that the rank receives of a, b or c, which is cut, as member `index` of an axis of `size` members."""
         if operand == "c":
             return (size - 1) * sum(cell.member == index for cell in self.cells)
-        return sum(one.receive is not None for one in self.rounds[operand])
+        return sum(item.receive is not None for item in self.rounds[operand])
 
 
 def schedule_of(plan: Any, grid_shape: Mapping[str, int], at: Coordinates, staged: Collection[str] = ()) -> PiecedSchedule:
@@ -135,21 +135,21 @@ def _steps(
 ) -> list[Step]:
     """The products in order: as A arrives, with the B that is here, then with all of A as B arrives."""
     whole, a, b = {letter: (0, extent) for letter, extent in extents.items()}, letters["a"], letters["b"]
-    here, found = {**whole, b: own["b"]}, []
-    for needs, part in enumerate([own["a"], *(one.receive for one in moving["a"])]):
+    here, result = {**whole, b: own["b"]}, []
+    for needs, part in enumerate([own["a"], *(entry.receive for entry in moving["a"])]):
         if part is not None:
             low = max(part[0], here[a][0])
-            found.append(Step(needs, {**here, a: (low, max(low, min(part[1], here[a][1])))}, a != "k" or needs == 0))
-    for needs, one in enumerate(moving["b"], len(moving["a"]) + 1):
-        if one.receive is not None:
-            found.append(Step(needs, {**whole, b: one.receive}, b == "n"))
-    return found
+            result.append(Step(needs, {**here, a: (low, max(low, min(part[1], here[a][1])))}, a != "k" or needs == 0))
+    for needs, item in enumerate(moving["b"], len(moving["a"]) + 1):
+        if item.receive is not None:
+            result.append(Step(needs, {**whole, b: item.receive}, b == "n"))
+    return result
 
 
-def shared(one: DimRanges, other: DimRanges) -> DimRanges | None:
+def shared(ranges: DimRanges, other: DimRanges) -> DimRanges | None:
     """The ranges of a step that lie in a part of C, given by its ranges of m and n; None where none do."""
-    both = {letter: (max(one[letter][0], other[letter][0]), min(one[letter][1], other[letter][1])) for letter in "mn"}
-    return {**one, **both} if all(low < high for low, high in both.values()) else None
+    both = {letter: (max(ranges[letter][0], other[letter][0]), min(ranges[letter][1], other[letter][1])) for letter in "mn"}
+    return {**ranges, **both} if all(low < high for low, high in both.values()) else None
 
 
 def slabs(ranges: DimRanges, whole: int) -> Iterator[DimRanges]:

@@ -32,12 +32,12 @@ class StartedSums(Pending):
     @property
     def done(self) -> bool:
         """Return whether every piece has been summed."""
-        return all(one.done for one in self._sums)
+        return all(sum_.done for sum_ in self._sums)
 
     def wait(self) -> Array:
         """The array, summed; a second call returns the same."""
-        for one in self._sums:
-            one.wait()
+        for sum_ in self._sums:
+            sum_.wait()
         return self._result
 
 

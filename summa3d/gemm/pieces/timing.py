@@ -91,22 +91,22 @@ def steps_of(plan: SummaPlan | OnedPlan, grid_shape: GridShape, at: Coordinates,
     def words(size: int, owner: int, index: int, count: int) -> tuple[int, ...]:
         return (count,) if size > 1 and (owner != index or pieces == 1) else ()
 
-    found = []
+    result = []
     grain = plan.grain("k" if stays else "n" if form == "nt" else "m", 0)
     for cut in divided(panels(*span, rows, columns, plan.panel, grain), pieces):
         from_row, from_column = (columns, cut.y_owner, at[plan.y]), (rows, cut.x_owner, at[plan.x])
         if stays:
             coming = (*words(*from_row, cut.width * m), *words(*from_column, cut.width * n))
-            found.append(MovedStep(coming, (m, n, cut.width)))
+            result.append(MovedStep(coming, (m, n, cut.width)))
         elif form == "nt":
             leaving = (columns - 1) * m * cut.width // columns
-            found.append(MovedStep(words(*from_column, cut.width * k), (m, cut.width, k), leaving))
+            result.append(MovedStep(words(*from_column, cut.width * k), (m, cut.width, k), leaving))
         else:
-            found.append(MovedStep(words(*from_row, cut.width * k), (cut.width, n, k), (rows - 1) * n * cut.width // rows))
+            result.append(MovedStep(words(*from_row, cut.width * k), (cut.width, n, k), (rows - 1) * n * cut.width // rows))
     if isinstance(plan, Ca25dPlan) or (isinstance(plan, TesseractPlan) and form == "tn"):
         depth, copy = grid_shape[plan.d], prod(without(plan.c_layout, plan.d).local_shape(plan.c_shape, grid_shape, at))
-        found.append(MovedStep((), (0, 0, 0), (1 if stays else 2) * (depth - 1) * copy // depth))
-    return found
+        result.append(MovedStep((), (0, 0, 0), (1 if stays else 2) * (depth - 1) * copy // depth))
+    return result
 
 
 def op_blocks(plan: Any, grid_shape: GridShape, at: Coordinates) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -129,8 +129,8 @@ def seconds_of_cuboid(
     work, port, arrived = prod(extents.values()), 0.0, [0.0]
     for operand, names in (("a", "mk"), ("b", "kn")):
         rest = prod(extents[letter] for letter in names if letter != plan.fine_dims[operand])
-        for one in order.rounds[operand]:
-            widest = max(stop - start for start, stop in (one.receive or (0, 0), one.send or (0, 0)))
+        for item in order.rounds[operand]:
+            widest = max(stop - start for start, stop in (item.receive or (0, 0), item.send or (0, 0)))
             port += transfer(widest * rest)
             arrived.append(port)
     fine = plan.fine_dims["c"]

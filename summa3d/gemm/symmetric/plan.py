@@ -91,14 +91,14 @@ class SymmetricPlan(PlannedWords):
         for part, runs in zip(held[:: -1 if self.turned else 1], (work.rows, work.inner), strict=True):
             kept = kept * _within(part, runs).sum(0)
         sums = (work.summands - 1) * elements(self.shares).sum(0)
-        found = {"a": lengths(work.rows).sum(0) * lengths(work.inner).sum(0) - kept, "sums": sums, "c": 0 * sums}
+        result = {"a": lengths(work.rows).sum(0) * lengths(work.inner).sum(0) - kept, "sums": sums, "c": 0 * sums}
         if self.c is not None:
             rows, columns = self.space.held(self.c.layout, self.c.shape)
             across, along = self.shares[..., :2], self.shares[..., 2:]
             own = _within(rows, across) * _within(columns, along)
             own[1:] += (_within(rows, along) * _within(columns, across))[1:]
-            found["c"] = rows.size * columns.size - own.sum(0)
-        return found
+            result["c"] = rows.size * columns.size - own.sum(0)
+        return result
 
     def multiply_adds_of(self, rank: int) -> int:
         """Multiply-adds of `rank`; all ranks together do n·(n+1)/2·k."""
@@ -246,8 +246,8 @@ def _candidates(space: RankSpace, a: Owned, form: str) -> Iterator[tuple[str, li
     seen = set()
     for axes in names:
         for roles in product("xyz", repeat=len(axes)):
-            given = [tuple(axis for axis, role in zip(axes, roles, strict=True) if role == one) for one in "xyz"]
-            sides = [prod(space.shape[axis] for axis in one) for one in given[:2]]
+            given = [tuple(axis for axis, role in zip(axes, roles, strict=True) if role == item) for item in "xyz"]
+            sides = [prod(space.shape[axis] for axis in item) for item in given[:2]]
             for way, fits in ((RING, not given[2]), (PAIRS, sides[0] == sides[1] > 1)):
                 if fits and (way, *given) not in seen:
                     seen.add((way, *given))

@@ -169,12 +169,12 @@ class GatheredParts(Placement):
 
 def _runs(limits: Any) -> Runs:
     """Ranges as slices, those that adjoin as one."""
-    found: list[slice] = []
+    result: list[slice] = []
     for start, stop in limits.tolist():
         if start == stop:
             continue
-        if found and found[-1].stop == start:
-            found[-1] = slice(found[-1].start, stop)
+        if result and result[-1].stop == start:
+            result[-1] = slice(result[-1].start, stop)
         else:
-            found.append(slice(start, stop))
-    return tuple(found)
+            result.append(slice(start, stop))
+    return tuple(result)

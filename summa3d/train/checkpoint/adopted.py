@@ -59,9 +59,9 @@ class FolderForm:
     def config(self, dtype: str) -> dict[str, Any]:
         """config.json: the folder's own, with the layers and the dtype that there are."""
         assert self.model.config_json is not None, "ModelConfig checks it"
-        found: dict[str, Any] = json.loads(self.model.config_json)
-        found.pop("torch_dtype", None)
+        result: dict[str, Any] = json.loads(self.model.config_json)
+        result.pop("torch_dtype", None)
         for name in LAYERS:
-            if isinstance(found.get(name), list):
-                found[name] = found[name][: self.model.layers]
-        return {**found, "num_hidden_layers": self.model.layers, "dtype": dtype}
+            if isinstance(result.get(name), list):
+                result[name] = result[name][: self.model.layers]
+        return {**result, "num_hidden_layers": self.model.layers, "dtype": dtype}

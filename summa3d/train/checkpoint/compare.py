@@ -36,8 +36,8 @@ def logits(source: Path, run: Path) -> float:
     with torch.no_grad():
         ours = model.double().eval().logits(tokens)
         theirs = _theirs(source, FAMILIES[config.model.family].architecture, tokens)
-    found = [ours] if isinstance(ours, torch.Tensor) else [*ours]
-    largest = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, theirs, strict=True))
+    result = [ours] if isinstance(ours, torch.Tensor) else [*ours]
+    largest = max(float((item - other).abs().max() / other.abs().max()) for item, other in zip(result, theirs, strict=True))
     if not largest <= LIMIT:
         raise CheckpointError(
             f"The logits of {run} differ from those of {source} by {largest:.1e} of the largest; {LIMIT:.0e} would be rounding."

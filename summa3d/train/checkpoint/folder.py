@@ -67,8 +67,8 @@ class Checkpoint:
     @property
     def blas(self) -> BlasRule | None:
         """Library that multiplied host tensors in the steps before; None where an earlier version wrote the checkpoint."""
-        found = self.index["written_on"].get("blas")
-        return None if found is None else BlasRule(**found)
+        result = self.index["written_on"].get("blas")
+        return None if result is None else BlasRule(**result)
 
     @property
     def has_moments(self) -> bool:
@@ -79,8 +79,8 @@ class Checkpoint:
     def optimizer(self) -> str:
         """The optimizer of the run that wrote the checkpoint."""
         train = (self.config or {}).get("train", {})
-        found: str = train.get("optimizer", "adamw") if isinstance(train, dict) else "adamw"
-        return found
+        result: str = train.get("optimizer", "adamw") if isinstance(train, dict) else "adamw"
+        return result
 
     def check_model(self, config: Config) -> None:
         """Raise CheckpointError unless the checkpoint fits the model, dtype and optimizer of `config`, naming what differs."""
@@ -140,7 +140,7 @@ class Checkpoint:
         have = {name: (entry["shape"], entry["dtype"]) for name, entry in self.index["tensors"].items()}
         for name in (*want, *have):
             if have.get(name) != want.get(name):
-                words = [" ".join(map(str, reversed(one))) if one else "none" for one in (have.get(name), want.get(name))]
+                words = [" ".join(map(str, reversed(item))) if item else "none" for item in (have.get(name), want.get(name))]
                 raise CheckpointError(f"{self.path}: {name[:99]!r} is {words[0]}; a run of its model has {words[1]}.")
 
     def load(self, blocks: Sequence[shards.TensorBlock], grid: BaseGrid) -> None:
@@ -201,7 +201,7 @@ def identity(model: ModelConfig) -> dict[str, Any]:
 
 def weight_blocks(states: Sequence[ParameterState]) -> list[shards.TensorBlock]:
     """The stored weights as blocks of global tensors."""
-    return [shards.TensorBlock(f"model.{one.name}", one.parameter.data, one.shardings.stored) for one in states]
+    return [shards.TensorBlock(f"model.{state.name}", state.parameter.data, state.shardings.stored) for state in states]
 
 
 def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
@@ -212,18 +212,18 @@ def own_blocks(optimizer: AdamW) -> list[shards.TensorBlock]:
 def own_weights(optimizer: AdamW) -> list[shards.TensorBlock]:
     """The parts of weights that this rank owns."""
     states = optimizer.states.values()
-    return [shards.TensorBlock(f"model.{one.name}", one.own_part(one.weight), one.shardings.share) for one in states]
+    return [shards.TensorBlock(f"model.{state.name}", state.own_part(state.weight), state.shardings.share) for state in states]
 
 
 def moment_blocks(optimizer: AdamW, own: bool = False) -> list[shards.TensorBlock]:
     """The optimizer's moments on this rank as blocks of global tensors; own: the parts of them that it owns."""
-    found = []
+    result = []
     for moment, tensors in optimizer.moments.items():
         for name, tensor in tensors.items():
             state = optimizer.states[name]
             part = (state.own_part(tensor), state.shardings.share) if own else (tensor, state.shardings.moments)
-            found.append(shards.TensorBlock(f"optimizer.{moment}.{name}", *part))
-    return found
+            result.append(shards.TensorBlock(f"optimizer.{moment}.{name}", *part))
+    return result
 
 
 def index_of(
@@ -261,12 +261,12 @@ def newest(folder: Path) -> Path | None:
 
 def steps(folder: Path) -> dict[int, Path]:
     """Step → folder of every complete checkpoint."""
-    found = {}
+    result = {}
     for path in folder.glob("step-*"):
         match = re.fullmatch(r"step-(\d+)", path.name)
         if match and (path / contents.NAME).is_file():
-            found[int(match[1])] = path
-    return found
+            result[int(match[1])] = path
+    return result
 
 
 def read(path: Path, comm: MPI.Intracomm, form: str = contents.FORMAT) -> Checkpoint:

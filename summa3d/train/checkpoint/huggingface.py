@@ -80,17 +80,17 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
             _tokenizer_files(source / TOKENIZER)
         return read_source(source)
 
-    found = on_root(comm, read, CheckpointError)
+    result = on_root(comm, read, CheckpointError)
     with Lease() as lease:
         on_root(comm, lambda: _open_run(run, overwrite, lease), CheckpointError)
         grid = Grid(comm, {"r": comm.size})
-        data = DataConfig(tokenizer=_tokenizer(source, run, found.model))
-        config = Config(scheme="serial", chosen="scheme and grid", dtype=found.dtype, model=found.model, data=data)
+        data = DataConfig(tokenizer=_tokenizer(source, run, result.model))
+        config = Config(scheme="serial", chosen="scheme and grid", dtype=result.dtype, model=result.model, data=data)
         blocks: list[shards.TensorBlock] = []
         error: Exception | None = None
         try:
-            with huggingface_files.HuggingFaceReader(source, found.tensors) as reader:
-                blocks.extend(_local_rows(rule, reader, found, grid) for rule in rules_of(found.model))
+            with huggingface_files.HuggingFaceReader(source, result.tensors) as reader:
+                blocks.extend(_local_rows(rule, reader, result, grid) for rule in rules_of(result.model))
         except Summa3dError as caught:
             error = caught
         agree_on_error(comm, error)
@@ -101,7 +101,7 @@ def import_folder(source: Path, run: Path, comm: MPI.Intracomm, overwrite: bool 
                 _write_all(_tokenizer_files(source / TOKENIZER), run)
             configuration.write(configuration.to_table(config), run / "config.toml")
             with replacing(run / ORIGINAL) as new:
-                new.write_text(json.dumps(found.original, indent=2) + "\n", encoding="utf-8")
+                new.write_text(json.dumps(result.original, indent=2) + "\n", encoding="utf-8")
 
         on_root(comm, describe, CheckpointError)
         grid.free()
@@ -115,12 +115,12 @@ def _tokenizer(source: Path, run: Path, model: ModelConfig) -> str:
 
 
 def _local_rows(
-    rule: TensorRule, reader: huggingface_files.HuggingFaceReader, found: Source, grid: BaseGrid
+    rule: TensorRule, reader: huggingface_files.HuggingFaceReader, source: Source, grid: BaseGrid
 ) -> shards.TensorBlock:
     """This rank's rows of the tensor that `rule` describes."""
-    whole = to_ours(rule, [reader.read(name) for name in rule.theirs], found.model)
+    whole = to_ours(rule, [reader.read(name) for name in rule.theirs], source.model)
     sharding = Sharding(Layout(("r",), *[()] * (whole.dim() - 1)), tuple(whole.shape))
-    share = whole[sharding.slices(grid)].to(torch_dtype(master_dtype(found.dtype)), copy=True)
+    share = whole[sharding.slices(grid)].to(torch_dtype(master_dtype(source.dtype)), copy=True)
     return shards.TensorBlock(f"model.{rule.ours}", share.contiguous(), sharding)
 
 
@@ -160,7 +160,7 @@ def export_folder(
     def tensors() -> Iterator[Tensor]:
         kept = torch_dtype(master_dtype(saved.index["dtype"]))
         with shards.ShardReader(saved.path, saved.index["tensors"]) as reader:
-            yield from (one.to(torch_dtype(dtype)) for one in form.tensors(reader, kept, ONE_RANK))
+            yield from (tensor.to(torch_dtype(dtype)) for tensor in form.tensors(reader, kept, ONE_RANK))
 
     files = huggingface_files.write(target, form.listing, dtype, tensors(), file_bytes)
     replace_text(target / "config.json", json.dumps(form.config(dtype), indent=2) + "\n")
@@ -244,15 +244,15 @@ def _tokenizer_files(file: Path, run: Path | None = None) -> dict[str, bytes]:
 
     Raises DataError where they are not what they are called.
     """
-    found, beside = {TOKENIZER: corpus.tokenizer_bytes(file)}, file.with_name(TOKENIZER_CONFIG)
+    result, beside = {TOKENIZER: corpus.tokenizer_bytes(file)}, file.with_name(TOKENIZER_CONFIG)
     if beside.is_file() if run is None else is_in(run, beside):
         try:
-            found[TOKENIZER_CONFIG] = bytes_of(beside)
-            if not isinstance(from_json(found[TOKENIZER_CONFIG]), dict):
+            result[TOKENIZER_CONFIG] = bytes_of(beside)
+            if not isinstance(from_json(result[TOKENIZER_CONFIG]), dict):
                 raise ValueError("it is no JSON object")
         except (OSError, ValueError) as error:
             raise DataError(f"{beside} cannot be read: {error}.") from error
-    return found
+    return result
 
 
 def _write_all(files: dict[str, bytes], target: Path) -> list[Path]:
@@ -280,7 +280,7 @@ def rules_of(model: ModelConfig) -> list[TensorRule]:
             yield replace(rule, ours=rule.ours.format(layer, expert), theirs=theirs)
 
     once = (rule for rule in mapping.once if not (rule.unless and getattr(model, rule.unless)))
-    return [*once, *(one for layer in range(model.layers) for rule in mapping.layer for one in numbered(rule, layer))]
+    return [*once, *(item for layer in range(model.layers) for rule in mapping.layer for item in numbered(rule, layer))]
 
 
 def to_ours(rule: TensorRule, theirs: list[Tensor], model: ModelConfig) -> Tensor:
@@ -360,14 +360,14 @@ def model_of(original: dict[str, Any], source: Path) -> ModelConfig:
             raise CheckpointError(f"{source}: config.json says {key} = {value!r}; our {family} supports {choices} only.")
     values: dict[str, Any] = {"family": family}
     for ours, (theirs, default) in mapping.keys.items():
-        found = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
-        found = {key: _in_text(value) if ours in LISTS else value for key, value in found.items()}
-        wrong = next((key for key, value in found.items() if not isinstance(value, (int, float, str))), None)
+        result = {key: value for key in theirs if (value := _lookup(original, key, None)) is not None}
+        result = {key: _in_text(value) if ours in LISTS else value for key, value in result.items()}
+        wrong = next((key for key, value in result.items() if not isinstance(value, (int, float, str))), None)
         if wrong is not None:
-            raise CheckpointError(f"{source}: config.json says {wrong} = {found[wrong]!r}, which is neither a number nor text.")
-        if len(set(found.values())) > 1:
-            raise CheckpointError(f"{source}: config.json says {found}; our {family} has one value for these, model.{ours}.")
-        value = next(iter(found.values()), default)
+            raise CheckpointError(f"{source}: config.json says {wrong} = {result[wrong]!r}, which is neither a number nor text.")
+        if len(set(result.values())) > 1:
+            raise CheckpointError(f"{source}: config.json says {result}; our {family} has one value for these, model.{ours}.")
+        value = next(iter(result.values()), default)
         value = mapping.words.get(ours, {}).get(value, value)
         if value is not None:
             toml.assign(values, ours, value)
@@ -391,7 +391,7 @@ def config_of(model: ModelConfig, dtype: str, original: dict[str, Any]) -> dict[
     for ours, (theirs, _) in mapping.keys.items():
         value, words = _ours(model, ours), mapping.words.get(ours, {})
         written = next((word for word, meaning in words.items() if meaning == value), value)
-        written = [int(one) for one in written.split(",") if one] if ours in LISTS and written is not None else written
+        written = [int(item) for item in written.split(",") if item] if ours in LISTS and written is not None else written
         for key in theirs if value is not None else ():
             if words.get(_in_text(_lookup(result, key, None))) != value:
                 toml.assign(result, key, written)

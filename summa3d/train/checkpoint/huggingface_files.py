@@ -52,14 +52,14 @@ def listing(folder: Path) -> dict[str, Entry]:
         files = sorted(set(named))
     else:
         files = [SINGLE]
-    found: dict[str, Entry] = {}
+    result: dict[str, Entry] = {}
     for file in files:
         try:
             check_regular(folder / file)
-            found.update((name, Entry(file, name, shape, dtype)) for name, shape, dtype in header(folder / file))
+            result.update((name, Entry(file, name, shape, dtype)) for name, shape, dtype in header(folder / file))
         except (OSError, ValueError, SafetensorError) as error:  # a half of a surrogate pair in a name is a ValueError
             raise CheckpointError(f"Cannot read {folder / file}: {error}.") from error
-    return found
+    return result
 
 
 def widest(dtypes: set[str], folder: Path) -> str:

@@ -79,8 +79,8 @@ def read(path: Path, form: str = FORMAT) -> dict[str, Any]:
     if altered:
         raise CheckpointError(f"The checkpoint index {path} is altered. {advice}")
     if (index.get("format"), index.get("version")) != (form, VERSION):
-        found = _shown(f"{index.get('format')} {index.get('version')}")
-        raise CheckpointError(f"{path} has format {found}; what is wanted here is {form} {VERSION}.")
+        result = _shown(f"{index.get('format')} {index.get('version')}")
+        raise CheckpointError(f"{path} has format {result}; what is wanted here is {form} {VERSION}.")
     try:
         _conform(index, SCHEMAS[form], "")
         if (named := re.fullmatch(r"step-(\d+)", path.parent.name)) and int(named[1]) != index["step"]:
@@ -104,12 +104,12 @@ def digest(index: Mapping[str, Any]) -> str:
 
 def tensors_in(index: Mapping[str, Any]) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
     """File → tensor in it → shape of its piece and dtype."""
-    found: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {file: {} for file in index["files"]}
+    result: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {file: {} for file in index["files"]}
     for name, entry in index["tensors"].items():
         for piece in entry["pieces"]:
             shape = tuple(stop - start for start, stop in piece["slices"])
-            found[piece["file"]][name] = (shape, entry["dtype"])
-    return found
+            result[piece["file"]][name] = (shape, entry["dtype"])
+    return result
 
 
 def _conform(value: Any, schema: Any, key: str) -> None:
@@ -120,30 +120,30 @@ def _conform(value: Any, schema: Any, key: str) -> None:
     elif isinstance(schema, list):
         if not isinstance(value, list):
             raise _wrong(key, value, "a list")
-        for place, one in enumerate(value):
-            _conform(one, schema[0], f"{key}[{place}]")
+        for place, item in enumerate(value):
+            _conform(item, schema[0], f"{key}[{place}]")
     elif isinstance(schema, dict):
         _conform_table(value, schema, key)
     else:
-        tables = [one for one in schema if isinstance(one, dict)]
+        tables = [entry for entry in schema if isinstance(entry, dict)]
         if isinstance(value, dict) and tables:
             return _conform_table(value, tables[0], key)
-        types = [one for one in schema if isinstance(one, type)]
-        if object not in types and type(value) not in types and not any(value is one or value == one for one in schema):
-            raise _wrong(key, value, " or ".join(getattr(one, "__name__", str(one)) for one in schema))
+        types = [entry for entry in schema if isinstance(entry, type)]
+        if object not in types and type(value) not in types and not any(value is entry or value == entry for entry in schema):
+            raise _wrong(key, value, " or ".join(getattr(entry, "__name__", str(entry)) for entry in schema))
 
 
 def _conform_table(value: Any, schema: Mapping[Any, Any], key: str) -> None:
     if not isinstance(value, dict):
         raise _wrong(key, value, "a table")
-    known = {str(name).removesuffix("?"): one for name, one in schema.items() if name is not ...}
+    known = {str(name).removesuffix("?"): entry for name, entry in schema.items() if name is not ...}
     missing = [name for name in schema if name is not ... and not name.endswith("?") and name not in value]
     if missing:
         raise CheckpointError(f"{key or 'it'} lacks {missing[0]}.")
-    for name, one in value.items():
+    for name, item in value.items():
         if name not in known and ... not in schema:
             raise CheckpointError(f"{key or 'it'} has the unknown key {_shown(name)}.")
-        _conform(one, known.get(name, schema.get(...)), f"{key}.{name}".removeprefix("."))
+        _conform(item, known.get(name, schema.get(...)), f"{key}.{name}".removeprefix("."))
 
 
 def _check_values(index: Mapping[str, Any]) -> None:

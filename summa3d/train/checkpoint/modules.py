@@ -108,9 +108,9 @@ def _weights(module: nn.Module, optimizers: Sequence[Optimizer], grid: BaseGrid,
     shared = [optimizer.adamw for optimizer in optimizers if isinstance(optimizer, ZeroAdamW)]
     named = dict(module.named_parameters())
     for adamw in shared:
-        found = folders.own_weights(adamw) if own else folders.weight_blocks(list(adamw.states.values()))
+        result = folders.own_weights(adamw) if own else folders.weight_blocks(list(adamw.states.values()))
         named = {name: p for name, p in named.items() if name not in adamw.states}
-        yield from found
+        yield from result
     for name, p in named.items():
         yield shards.TensorBlock(f"model.{name}", p.data, _sharding(p))
     for name, buffer in module.named_buffers():
@@ -153,7 +153,7 @@ def _saved_moments(module: nn.Module, optimizer: Optimizer, index: dict[str, Any
     """Give an optimizer the state that an index has of its parameters: numbers, and tensors that are to be filled."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     names = {name: p for name, p in module.named_parameters() if id(p) in mine}
-    found = []
+    result = []
     for entry in (*index["tensors"], *index["numbers"]):
         kind, _, rest = entry.partition(".")
         key, _, name = rest.partition(".")
@@ -164,12 +164,12 @@ def _saved_moments(module: nn.Module, optimizer: Optimizer, index: dict[str, Any
             optimizer.state[p][key] = torch.tensor(float(index["numbers"][entry]))
         else:
             optimizer.state[p][key] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
-            found.append(shards.TensorBlock(entry, optimizer.state[p][key], _sharding(p)))
-    if not found and index["step"] and any(name.startswith("optimizer.") for name in index["tensors"]):
+            result.append(shards.TensorBlock(entry, optimizer.state[p][key], _sharding(p)))
+    if not result and index["step"] and any(name.startswith("optimizer.") for name in index["tensors"]):
         raise CheckpointError(
             f"The checkpoint of step {index['step']} has no state of this {type(optimizer).__name__}'s parameters."
         )
-    return found
+    return result
 
 
 def _plain_numbers(module: nn.Module) -> Numbers:

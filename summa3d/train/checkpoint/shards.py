@@ -113,12 +113,14 @@ class ShardReader(OpenFiles):
 def check_header(path: Path, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
     """Raise CheckpointError unless a safetensors file holds exactly these tensors, by name → shape and dtype."""
     try:
-        found = {name: (shape, dtype) for name, shape, dtype in header(path)}
+        result = {name: (shape, dtype) for name, shape, dtype in header(path)}
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"The checkpoint file {path} is no safetensors file: {error}.") from error
-    for name in sorted(tensors.keys() | found.keys()):
-        if tensors.get(name) != found.get(name):
-            have, want = (" ".join(map(str, reversed(one))) if one else "nothing" for one in (found.get(name), tensors.get(name)))
+    for name in sorted(tensors.keys() | result.keys()):
+        if tensors.get(name) != result.get(name):
+            have, want = (
+                " ".join(map(str, reversed(item))) if item else "nothing" for item in (result.get(name), tensors.get(name))
+            )
             raise CheckpointError(f"The checkpoint file {path} has {have} under {name[:99]!r}; its index says {want}.")
 
 

@@ -121,8 +121,8 @@ class Writer:
             return
         began, saving, comm = time.perf_counter(), self._saving, self._grid.comm
         entry, error = _outcome(saving)
-        found = comm.gather((entry, error))
-        failed: list[str] = comm.bcast([one for _, one in found if one is not None] if found else [])
+        result = comm.gather((entry, error))
+        failed: list[str] = comm.bcast([item for _, item in result if item is not None] if result else [])
         if failed and saving.attempt == self._attempts:
             on_root(comm, lambda: clean(self._folder), CheckpointError)
             raise CheckpointError(f"{failed[0]}" + (f" It was tried {self._attempts} times." if self._attempts > 1 else ""))
@@ -133,8 +133,8 @@ class Writer:
             saving.attempt += 1
         elif not saving.publishes:
             saving.publishes, saving.work = True, None
-            if found:
-                saving.task = partial(self._publish, saving, [one for one, _ in found])
+            if result:
+                saving.task = partial(self._publish, saving, [item for item, _ in result])
                 self._start(saving)
         else:
             self._saving = None

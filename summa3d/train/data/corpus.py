@@ -73,7 +73,7 @@ class PairTokenizer:
                 runs.append("".join(run))
                 run, size = [], 0
         encoded = self.model.encode_batch([*runs, "".join(run)])
-        return np.concatenate([np.asarray(one.ids, np.uint32) for one in encoded])
+        return np.concatenate([np.asarray(item.ids, np.uint32) for item in encoded])
 
     def decode(self, tokens: Iterable[int]) -> str:
         """The text of the tokens; token numbers beyond the vocabulary are left out."""
@@ -121,22 +121,24 @@ def documents(path: str, key: str = "data.path") -> list[Document]:
     """
     if path == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))
-        found = [file for file in root.rglob("*.py") if not any(part in FOREIGN for part in file.relative_to(root).parts)]
+        result = [file for file in root.rglob("*.py") if not any(part in FOREIGN for part in file.relative_to(root).parts)]
     else:
         root = Path(path)
         if not root.exists():
             where = "" if root.is_absolute() else f" (looked in {Path.cwd()})"
             raise DataError(f"{key} {path!r} does not exist{where}. {FORMS}")
         try:
-            found = [root] if root.is_file() else [one for one in root.rglob("*") if one.is_file() and not _hidden(one, root)]
+            result = (
+                [root] if root.is_file() else [item for item in root.rglob("*") if item.is_file() and not _hidden(item, root)]
+            )
         except OSError as error:
             raise DataError(f"{key} {path!r} cannot be read: {error.strerror}: {error.filename}. {FORMS}") from None
         root = root.parent if root.is_file() else root
-    files = sorted((Document(file.relative_to(root).as_posix(), file) for file in found), key=lambda document: document.name)
+    files = sorted((Document(file.relative_to(root).as_posix(), file) for file in result), key=lambda document: document.name)
     if not any(document.path.stat().st_size for document in files):
         found_instead = "is empty" if files else "holds no files"
         raise DataError(f"{key} {path!r} {found_instead}: there is nothing to train on. {FORMS}")
-    named = found == [Path(path)]
+    named = result == [Path(path)]
     for document in files:
         if named and document.path.suffix == ".json":
             raise DataError(f"{key}: {document.path} is JSON, not JSON lines. {FORMS}")
@@ -242,17 +244,17 @@ def _json_lines(path: Path, config: DataConfig) -> Iterator[bytes]:
 def _text_of(line: bytes, key: str, place: str) -> bytes:
     """The text under `key` in a JSON line, in UTF-8. Raises DataError, naming the `place` of the line, where there is none."""
     try:
-        found = from_json(line)
+        result = from_json(line)
     except ValueError as error:
         raise DataError(f"{place} is not JSON: {error.msg if isinstance(error, json.JSONDecodeError) else error}.") from error
-    if not isinstance(found, dict):
+    if not isinstance(result, dict):
         raise DataError(f"{place} is not a JSON object, but {line[:20].decode(errors='replace')!r}.")
-    if key not in found:
-        raise DataError(f"{place} has no key {key!r}; its keys are {', '.join(found)}. data.key names the key of the text.")
-    if not isinstance(found[key], str):
-        raise DataError(f"{place} has {found[key]!r:.40} under {key!r}, not a text. data.key names the key of the text.")
+    if key not in result:
+        raise DataError(f"{place} has no key {key!r}; its keys are {', '.join(result)}. data.key names the key of the text.")
+    if not isinstance(result[key], str):
+        raise DataError(f"{place} has {result[key]!r:.40} under {key!r}, not a text. data.key names the key of the text.")
     try:
-        return found[key].encode()
+        return result[key].encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
         raise DataError(f"{place} has {half!r} under {key!r}, half of a surrogate pair, which is no character.") from None
@@ -290,13 +292,13 @@ def load_tokenizer(config: DataConfig, folder: Path) -> Tokenizer:
     Model = _tokenizers().Tokenizer
     path = Path(config.tokenizer_file) if config.tokenizer_file else folder / "tokenizer.json"
     try:
-        found = PairTokenizer(Model.from_str(text_of(path)))
+        result = PairTokenizer(Model.from_str(text_of(path)))
     except Exception as error:
         advice = "data.tokenizer names it." if config.tokenizer_file else f"Delete {folder}; the next run makes it again."
         raise DataError(f"Cannot read the tokenizer {path}: {error}. {advice}") from error
-    if found.vocabulary > config.vocabulary:
-        raise DataError(f"The tokenizer {path} has {found.vocabulary} tokens; data.tokenizer says at most {config.vocabulary}.")
-    return found
+    if result.vocabulary > config.vocabulary:
+        raise DataError(f"The tokenizer {path} has {result.vocabulary} tokens; data.tokenizer says at most {config.vocabulary}.")
+    return result
 
 
 def tokenizer_bytes(path: Path) -> bytes:

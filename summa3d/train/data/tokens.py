@@ -94,9 +94,9 @@ def prepare(
     file is not what was encoded.
     """
     on_root(comm, lambda: _encode_once(config, folder, say), DataError, folder=folder)
-    found = open_tokens(config, sequence, folder)
+    result = open_tokens(config, sequence, folder)
     check_files(config, folder, comm)
-    return found
+    return result
 
 
 def check_files(config: DataConfig, folder: Path, comm: MPI.Intracomm, names: Sequence[str] = NAMES) -> None:
@@ -190,7 +190,7 @@ def _encode_once(config: DataConfig, folder: Path, say: Callable[[str], None]) -
 def _labelled(folder: Path, label: dict[str, object]) -> bool:
     """Return whether `folder` holds the token files of the corpus with this format and fingerprint."""
     try:
-        found = read_json(folder / LABEL)
+        result = read_json(folder / LABEL)
     except (OSError, ValueError):
         return False
-    return {key: found.get(key) for key in label} == label
+    return {key: result.get(key) for key in label} == label
