@@ -164,6 +164,13 @@ def test_what_a_rank_cannot_compute_alone_is_refused_by_name():
     flex = adopted.small("llama")
     flex.config._attn_implementation = "flex_attention"
     refused(ConfigError, "attention 'flex_attention' is not known", flex)
+    for name in ("prod", "cumprod", "median"):  # of small values, a probe sees little of them
+        net = Forked()
+        net.use = lambda net, x, name=name: net.k(x) + net.v(getattr(x, name)(-1))
+        plan = dict.fromkeys("qkv", "first") | {"down": "second"}
+        refused(
+            ConfigError, f"{name} reduces the residual stream over its last dim", net, plan=plan, probe=(torch.ones(2, 3, 12),)
+        )
 
 
 @pytest.mark.mpi(sizes=(4,))

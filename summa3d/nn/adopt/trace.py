@@ -23,6 +23,7 @@ SPLIT = (STREAM, FLAT, HEADS, LOGITS)
 RESHAPES = {"view", "reshape", "unflatten", "transpose", "permute", "movedim", "flatten", "unsqueeze", "unbind"}
 REDUCTIONS = {"mean", "sum", "softmax", "log_softmax", "norm", "var", "std", "amax", "max", "argmax", "topk", "cumsum", "sort"}
 REDUCTIONS |= {"layer_norm", "rms_norm", "normalize", "group_norm", "logsumexp", "matmul", "__matmul__", "bmm", "einsum"}
+REDUCTIONS |= {"prod", "cumprod", "logcumsumexp", "median"}
 ANSWERS: dict[str, Any] = {"__bool__": True, "item": 0, "tolist": []}
 """What a tensor without data says: there is no padding, and sequences are not packed."""
 
