@@ -173,7 +173,7 @@ class AdoptedDecoder(LanguageModel):
         super().check(inputs)
 
     def visible(self, inputs: Inputs) -> Any:
-        """What the model's own code gives its layers beside the stream."""
+        """The inputs that the model's own code gives its layers beside the stream."""
         rows, sequence = inputs["tokens"].shape
         context, table = self.context, self.module.get_input_embeddings().weight
         shape = rows, sequence, self.config.hidden

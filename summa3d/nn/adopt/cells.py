@@ -61,9 +61,9 @@ class ForwardCells:
         raise self._refusal("does not call the layers that its pipeline plan names")
 
     def calls(self, shape: Sequence[int], like: Tensor) -> list[LayerCall]:
-        """What each layer is given beside a stream of this rank's block `shape`, in the dtype and on the device of `like`.
+        """Each layer's inputs beside a stream of this rank's block `shape`, in the dtype and on the device of `like`.
 
-        It depends on the block's shape alone, for there are no masks; that of the last few shapes is kept. Moves nothing.
+        They depend on the block's shape alone, for there are no masks; those of the last few shapes are kept. Moves nothing.
         """
         key = tuple(shape), like.dtype, like.device
         if key not in self._calls:

@@ -69,7 +69,7 @@ def empty_model(config: Any, dtype: torch.dtype) -> Any:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has files of weights. Raises CheckpointError where there is no such folder."""
+    """Tell whether a folder has files of weights. Raises CheckpointError where there is no such folder."""
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder. model.folder names the Transformers folder that a run begins with.")
     return any((folder / name).is_file() for name in (SINGLE, INDEX))

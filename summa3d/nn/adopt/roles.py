@@ -47,7 +47,7 @@ def plan_of(module: nn.Module) -> dict[str, str]:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether the last components of a module's name are those of the pattern, in which * is anything but a dot."""
+    """Tell whether the last components of a module's name are those of the pattern, where * is anything but a dot."""
     return re.search(r"(^|\.)" + re.escape(pattern).replace(r"\*", r"[^.]*") + "$", name) is not None
 
 

@@ -29,7 +29,7 @@ ANSWERS: dict[str, Any] = {"__bool__": True, "item": 0, "tolist": []}
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module without children calls itself a norm."""
+    """Tell whether a module without children calls itself a norm."""
     return "norm" in type(module).__name__.lower() and next(module.children(), None) is None
 
 

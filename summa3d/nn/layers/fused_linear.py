@@ -85,7 +85,7 @@ class FusedLinear:
 
 
 def can_join(*linears: Linear) -> bool:
-    """Whether the columns of linear layers of one input can be split so that they are one product."""
+    """Tell whether the columns of linear layers of one input can be split so that they are one product."""
     return _are_even(linears) or have_like_items(*linears)
 
 
