@@ -129,5 +129,5 @@ class Siblings:
 
 
 def _recording() -> object:
-    """The way autograd records now: whether it does, and what it calls with the tensors that it keeps, as a checkpoint has it do."""
+    """The way autograd records now: whether it does, and what it calls with the tensors it keeps, as a checkpoint has it do."""
     return torch.is_grad_enabled(), torch._C._autograd._top_saved_tensors_default_hooks(True)
