@@ -187,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plan == "cluster":
         from ..plan.questions import TEMPLATE
 
-        print(TEMPLATE, end="")
+        print(TEMPLATE.read_text(encoding="utf-8"), end="")
         return 0
     if args.rows is not None:
         return show_rows(args)

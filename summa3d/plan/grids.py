@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -66,10 +67,8 @@ class Comparison:
 
     def table(self) -> Table:
         """A row for each grid."""
-        rows, seconds = (
-            self.rows,
-            f"seconds by cluster {self.cluster}" if self.cluster else "no seconds: nothing describes the device",
-        )
+        rows = self.rows
+        seconds = f"seconds by cluster {self.cluster}" if self.cluster else "no seconds: nothing describes the device"
         within = "" if self.limit is None else f", {self.limit / MEBI:,.0f} MiB a rank"
         columns = [
             Column("scheme", [row.scheme for row in rows], left=True),
@@ -147,7 +146,8 @@ def compare(
 def _row(config: Config, asked: Asked, ranks: int, ranks_per_node: int, times: Times | None, limit: float | None) -> ComparedGrid:
     scheme, sizes = asked
     try:
-        grid = toml.build(GridConfig, {**_outside(config), **sizes}, "grid.")
+        kept = {key: value for key, value in toml.dump(config.grid).items() if key in ("order", "check")}
+        grid = toml.build(GridConfig, {**kept, **sizes}, "grid.")
         if prod(grid.axes.values()) != ranks:
             raise GridError(f"it has {prod(grid.axes.values())} ranks, not {ranks}")
         own = replace(config, scheme=scheme, grid=grid, chosen="")
@@ -157,13 +157,11 @@ def _row(config: Config, asked: Asked, ranks: int, ranks_per_node: int, times: T
     held, peak = sum(found["bytes"][term] for term in STATES), found["bytes"]["peak"] + found["bytes"]["node"]
     reason = "" if limit is None or peak <= limit else f"{peak / MEBI:,.0f} MiB of {limit / MEBI:,.0f}"
     words, messages = (_total(found[what]) for what in ("words", "messages"))
-    seconds = None if times is None else _seconds(own, times)
+    seconds = None
+    if times is not None:
+        with suppress(LayoutError, GridError):  # ragged sizes fit a scheme's layers, and not the planner
+            seconds = _priced(own, times)
     return ComparedGrid(scheme, grid.axes, words, messages, held, peak, seconds, reason)
-
-
-def _outside(config: Config) -> dict[str, Any]:
-    """What a grid keeps of the configuration's: not the sizes of axes, nor a tile of these."""
-    return {key: value for key, value in toml.dump(config.grid).items() if key in ("order", "check")}
 
 
 def seconds_of(config: Config, cluster: Cluster) -> float:
@@ -172,14 +170,6 @@ def seconds_of(config: Config, cluster: Cluster) -> float:
     Raises LayoutError and GridError for ragged sizes that fit a scheme's layers, and not the planner.
     """
     return _priced(config, Times(cluster, Exact(), config.train))
-
-
-def _seconds(config: Config, times: Times) -> float | None:
-    """The predicted seconds; None for ragged sizes that fit a scheme's layers, and not the planner."""
-    try:
-        return _priced(config, times)
-    except (LayoutError, GridError):
-        return None
 
 
 def _priced(config: Config, times: Times) -> float:

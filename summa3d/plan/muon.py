@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -52,19 +53,12 @@ def muon_step(inner: StageGrid, layers: int, dp: int, zero: int, train: TrainCon
     on_device = inner.device == "cuda"
     setting = setting_of(config, 0, inner.shared, on_device)
     shares = MatrixShares(config)
-    setting = replace(setting, rank=_busiest(setting, shares))
+    work = [shares.flops_of(setting, rank) for rank in range(setting.topology.size)]
+    setting = replace(setting, rank=work.index(max(work)))
     tracer = Tracer()
     tracer.storages.on_host = not on_device
-    if not on_device:
+    with kernels(tracer.launched) if on_device else nullcontext():
         return _run(setting, train, tracer)
-    with kernels(tracer.launched):
-        return _run(setting, train, tracer)
-
-
-def _busiest(setting: Setting, shares: MatrixShares) -> int:
-    """The rank whose matrices take most operations."""
-    work = [shares.flops_of(setting, rank) for rank in range(setting.topology.size)]
-    return work.index(max(work))
 
 
 def _run(setting: Setting, train: TrainConfig, tracer: Tracer) -> MuonStep:

@@ -62,7 +62,6 @@ class PredictedStep:
     late: tuple[Op, ...] = ()
     early: tuple[Op, ...] = ()
     contention: float = 0.0
-    _moved: dict[tuple[object, ...], list[float]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @cached_property
     def _works(self) -> dict[tuple[str, bool], UnorderedWork]:
@@ -132,20 +131,12 @@ class PredictedStep:
             moved, computed = [one.moved(prices) for one in hidden], self._works[key].computed(prices)
             of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
-        send, after, *apart = self._apart(prices)
+        apart = (self.send, self.after, self.late, self.early)
+        send, after, *apart = (sum(map(prices.seconds, ops)) for ops in apart)
         layers = max(map(sum, zip(*[iter(self.layers)] * self.chunks, strict=True))) if self.late or self.early else 0
         for seconds, of_layers in zip(apart, (backward[BLOCK], forward[BLOCK]), strict=True):
             after += max(0.0, seconds - layers * of_layers)
         return Durations(forward, backward, send, after)
-
-    def _apart(self, prices: Prices) -> list[float]:
-        """The seconds of `send`, `after`, `late` and `early`; communications' are kept, as `UnorderedWork.moved` keeps them."""
-        apart, links = (self.send, self.after, self.late, self.early), prices.links
-        if links not in self._moved:
-            self._moved.clear()
-            self._moved[links] = [sum(prices.seconds(op) for op in ops if op.kind == "move") for ops in apart]
-        moved = self._moved[links]
-        return [one + sum(prices.seconds(op) for op in ops if op.kind != "move") for one, ops in zip(moved, apart, strict=True)]
 
     def of_stages(self, parts: Durations) -> dict[tuple[str, int], float]:
         """(Kind of op, stage) → its seconds, with the message that it sends."""

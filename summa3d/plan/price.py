@@ -70,10 +70,8 @@ class Prices:
         if cluster["host.shared"]:
             self._edges[0] = Edge(0.0, 0.0, self._edges[0].latency)
         self._flop: dict[str, float] = {}
-        self._known: dict[tuple[object, ...], tuple[float, float]] = {}
         self._speeds: dict[tuple[tuple[str, str], ...], tuple[float, ...]] = {}
         self._loads: dict[tuple[str, str], tuple[tuple[Load, int], ...]] = {}
-        self._members: dict[str, int] = {}
         self._rates: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seconds(self, op: Op) -> float:
@@ -82,23 +80,6 @@ class Prices:
 
     def parts(self, op: Op) -> tuple[float, float]:
         """The seconds of an operation by itself, without and with the ports of links in use."""
-        phase = op.phase if op.name == ATTENTION else ""
-        key = op.kind, op.name, phase, op.m, op.n, op.k, op.batch, op.read, op.written, op.axis, op.words, op.dtype
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._parts(op)
-        return found
-
-    @property
-    def links(self) -> tuple[object, ...]:
-        """What prices of communications depend on, of the cluster's numbers."""
-        return (*self.cluster.levels, self.cluster["collectives.launch"], self.cluster["collectives.chunk"])
-
-    def price(self, op: Op) -> float:
-        """`seconds`, worked out anew."""
-        return sum(self._parts(op))
-
-    def _parts(self, op: Op) -> tuple[float, float]:
         if op.kind == "move":
             return self.move(op)
         if op.kind == "wait":
@@ -138,7 +119,7 @@ class Prices:
 
     def move(self, op: Op) -> tuple[float, float]:
         """Seconds of a communication's hops and launch, and of its volume: the words received, of a broadcast the message."""
-        members = self._members.get(op.axis) or self._members.setdefault(op.axis, group_size(self.topology.shape, op.axis))
+        members = group_size(self.topology.shape, op.axis)
         if members == 1 or op.words == 0:
             return 0.0, 0.0
         volume = float(op.words * dtype_of(op.dtype).nbytes)

@@ -12,6 +12,8 @@ from ..cluster import Cluster, load
 from ..columns import aligned, counted
 from ..errors import ConfigError
 
+TEMPLATE = Path(__file__).with_name("template.toml")
+"""A complete description of a cluster, which loads as it is."""
 DAY = 86400.0
 SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 NEAR = 0.05
@@ -160,49 +162,3 @@ def draw_scaling(lines: Sequence[Mapping[str, Any]], title: str, folder: Path) -
     folder.mkdir(parents=True, exist_ok=True)
     draw(fill, files)
     return files
-
-
-TEMPLATE = """# A cluster for `summa3d plan --cluster FILE.toml`; each number has a source: datasheet, measured, fitted, assumed.
-# bench calibrate --write measures a host's own; sizes are in bytes and operations per second, latencies in seconds.
-name = "mine"
-
-[peak]
-bfloat16 = {value = 989e12, source = "datasheet", from = "dense, without sparsity"}
-float32 = {value = 66.9e12, source = "datasheet"}
-
-[device]
-memory = {value = 80e9, source = "datasheet"}
-memory_bandwidth = {value = 3.35e12, source = "datasheet"}
-
-[product] # of a product with smallest side d: efficiency · d/(d + half) of the peak
-efficiency = {value = 0.68, source = "assumed"}
-half = {value = 245, source = "assumed"}
-
-[attention] # of fused attention, parts of the peak; left out, it is priced as a product
-forward = {value = 0.60, source = "assumed"}
-backward = {value = 0.50, source = "assumed"}
-half = {value = 1000, source = "assumed"}
-
-[elements]
-efficiency = {value = 0.85, source = "assumed"}
-launch = {value = 8e-6, source = "assumed"}
-
-[collectives]
-launch = {value = 1e-5, source = "assumed"}
-
-[[level]] # from the innermost: consecutive ranks, and the ports of a unit of the level below
-name = "node"
-size = {value = 8, source = "datasheet"}
-bandwidth = {value = 360e9, source = "assumed", from = "a rank's port, each way, less what messages do not reach"}
-latency = {value = 2e-6, source = "assumed"}
-
-[[level]] # the outermost has no size: it joins all
-name = "network"
-ports = {value = 8, source = "datasheet", from = "of a node, which its ranks share"}
-bandwidth = {value = 42.5e9, source = "assumed"}
-latency = {value = 6e-6, source = "assumed"}
-
-[band]
-percent = {value = 25, source = "assumed"}
-"""
-"""A complete description, which loads as it is."""

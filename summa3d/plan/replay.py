@@ -90,18 +90,18 @@ class TransfersInFlight:
                 return
 
 
-def replay(trace: Iterable[Op], prices: Prices, overlap: bool = True) -> ReplayTimes:
+def replay(trace: Iterable[Op], prices: Prices) -> ReplayTimes:
     """Run a trace: a communication starts when it is issued and its axis is free, a wait blocks arithmetic until it has ended.
 
     Communications of different axes that move at once share the ports that both use, and slow each other down.
 
-    overlap : False waits for every communication as soon as it is issued. What is still in flight at the end is waited for.
+    What is still in flight at the end is waited for.
     """
-    (span,) = replay_in_turn([trace], prices, overlap)
+    (span,) = replay_in_turn([trace], prices)
     return span
 
 
-def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices, overlap: bool = True) -> list[ReplayTimes]:
+def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices) -> list[ReplayTimes]:
     """`replay` of a trace that is in parts: the times of each, where one may wait for what another has begun."""
     found, now, network = [], 0.0, TransfersInFlight(prices)
     flying: dict[int, str] = {}
@@ -122,8 +122,6 @@ def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices, overlap: bool
                 span.moved[op.axis] = span.moved.get(op.axis, 0.0) + prices.seconds(op)
                 network.issue(op, now)
                 flying[op.id] = op.axis
-                if not overlap:
-                    wait(op.id)
             elif op.kind == "wait":
                 if op.id in flying:
                     wait(op.id)
@@ -151,7 +149,6 @@ class UnorderedWork:
     ops: tuple[tuple[Op, float], ...]
     size: float = 0.0
     launches: float = 0.0
-    _moved: dict[tuple[object, ...], float] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, topology: Topology, trace: Iterable[Op], times: float = 1.0) -> UnorderedWork:
@@ -163,7 +160,7 @@ class UnorderedWork:
         return cls(topology, others, size * times, sum(elements.values()) * times)
 
     def seconds(self, cluster: Cluster) -> float:
-        """Their seconds on a cluster: those of `replay` without overlap."""
+        """Their seconds on a cluster: those of `replay` where each communication is waited for at once."""
         return self.priced(Prices(cluster, self.topology))
 
     def priced(self, prices: Prices) -> float:
@@ -176,9 +173,5 @@ class UnorderedWork:
         return products + prices.elements(self.size, self.launches)
 
     def moved(self, prices: Prices) -> float:
-        """The seconds of communications; those of the last links are kept, since fits seldom change links."""
-        links = prices.links
-        if links not in self._moved:
-            self._moved.clear()
-            self._moved[links] = sum(times * sum(prices.move(op)) for op, times in self.ops if op.kind == "move")
-        return self._moved[links]
+        """The seconds of communications."""
+        return sum(times * sum(prices.move(op)) for op, times in self.ops if op.kind == "move")

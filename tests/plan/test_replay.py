@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -99,12 +99,17 @@ def test_communication_runs_behind_arithmetic_until_it_is_waited_for() -> None:
     assert span.hidden["x"] == pytest.approx(10e-6)
 
 
+def waiting(trace: Iterable[Op]) -> list[Op]:
+    """The trace with each communication waited for at once."""
+    return [one for op in trace if op.kind != "wait" for one in ([op, wait(op.id)] if op.kind == "move" else [op])]
+
+
 def test_without_overlap_the_time_is_the_sum() -> None:
     prices = Prices(plain(), AXES)
-    span = replay(TRACE, prices, overlap=False)
+    span = replay(waiting(TRACE), prices)
     assert span.seconds == pytest.approx(27e-6) == pytest.approx(sum(prices.seconds(op) for op in TRACE))
     cluster = plain(**{"elements.launch": 1e-6, "collectives.launch": 2e-6})
-    once = replay(TRACE, Prices(cluster, AXES), overlap=False).seconds
+    once = replay(waiting(TRACE), Prices(cluster, AXES)).seconds
     assert once == pytest.approx(31e-6) and UnorderedWork.of(AXES, TRACE + TRACE, 3).seconds(cluster) == pytest.approx(6 * once)
 
 
@@ -166,12 +171,10 @@ def random_traces(count: int) -> Iterator[tuple[tuple[Op, ...], Prices]]:
 def test_a_replay_lies_between_its_longest_stream_and_the_sum_of_all() -> None:
     shared = 0
     for trace, prices in random_traces(150):
-        span, blocking = replay(trace, prices), replay(trace, prices, overlap=False)
+        span = replay(trace, prices)
         total = sum(prices.seconds(op) for op in trace)
         assert max(span.compute, *span.moved.values(), 0.0) <= span.seconds * (1 + 1e-9) <= total * (1 + 2e-9)
-        assert blocking.seconds == pytest.approx(total)
-        at_once = [one for op in trace if op.kind != "wait" for one in ([op, wait(op.id)] if op.kind == "move" else [op])]
-        assert replay(at_once, prices).seconds == pytest.approx(total)
+        assert replay(waiting(trace), prices).seconds == pytest.approx(total)
         assert span.seconds == pytest.approx(span.compute + sum(span.exposed.values()))
         axes = {(op.axis, pattern_of(op)) for op in trace if op.kind == "move" and op.words}
         if len(axes) > 1:

@@ -65,8 +65,6 @@ class Found:
     pareto: list[Priced]
     considered: int
     priced: int
-    traced: int
-    read: int
     rejected: Counter[tuple[str, str]]
 
 
@@ -264,9 +262,8 @@ class PlanSearch:
         families = {one.plan.family: one for one in reversed(best)}
         families = {family: families[family] for family in FAMILIES if family in families}
         front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
-        store = self.times.store
-        counts = (self.considered, len(done), store.traces, store.read)
-        return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *counts, self.rejected)
+        told = self.considered, len(done), self.rejected
+        return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *told)
 
     def _waiting_for_weights(self, done: Sequence[tuple[float, Plan, Memory]]) -> list[tuple[float, Plan, Memory]]:
         """Plans that prefetch may make faster, and the seconds that they take at least if they wait for no weight, ascending."""

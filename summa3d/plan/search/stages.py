@@ -30,27 +30,20 @@ def fullest(stages: tuple[tuple[int, ...], ...], layers: tuple[int, ...]) -> set
     return {rank for ranks in alike.values() for rank in (ranks[0], ranks[-1])}
 
 
+@cache
 def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int:
     """The most inputs of stages that a rank keeps until the gradients of inputs are taken."""
-    return _most_in_flight(schedule, p, min(m, 2 * p), chunks, rank)  # more change nothing
-
-
-@cache
-def _most_in_flight(schedule: str, p: int, many: int, chunks: int, rank: int) -> int:
+    many = min(m, 2 * p)  # more change nothing
     return max(in_flight(list(rule_of(schedule, p, many, chunks).order(p, many, chunks, rank)), GRADIENT_SENDERS))
 
 
+@cache
 def states(schedule: str, p: int, m: int, chunks: int, rank: int) -> tuple[Any, Any, Any]:
     """The different ops of a rank, and how many micro-batches of each chunk are then between F and X, and between X and W.
 
     The ops are places in PASSES and chunks.
     """
-    return _states(schedule, p, min(m, 2 * p), chunks, rank)  # more change nothing
-
-
-@cache
-def _states(schedule: str, p: int, many: int, chunks: int, rank: int) -> tuple[Any, Any, Any]:
-    flying, owed = [0] * chunks, [0] * chunks
+    many, flying, owed = min(m, 2 * p), [0] * chunks, [0] * chunks  # more micro-batches change nothing
     found: dict[tuple[int, ...], None] = {}
     for op in rule_of(schedule, p, many, chunks).order(p, many, chunks, rank):
         way = "FXW".index(op.kind)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import inf, prod
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...cluster import Cluster
 from ...comm.topology import Topology
-from ...dry.record import ENTER, LEAVE, Op
+from ...dry.record import ENTER, LEAVE
 from ...dtypes import dtype_of
 from ...train.config import TrainConfig, master_dtype
 from ..cells import BLOCK, Cell
@@ -62,10 +62,8 @@ class Times:
     def __init__(self, cluster: Cluster, store: Store, train: TrainConfig = ADAMW) -> None:
         self.cluster, self.store, self.train = cluster, store, train
         self._muon: dict[object, MuonStep] = {}
-        self._compute: dict[tuple[StageGrid, int], tuple[list[float], list[tuple[int, Op]]]] = {}
         self._prices: dict[object, Prices] = {}
         self._least: dict[CellKey, Durations] = {}
-        self._updates: dict[tuple[StageGrid, int, int], list[float | Op]] = {}
         self._spans: dict[CellKey, dict[tuple[str, str], ReplayTimes]] = {}
 
     def on(self, cluster: Cluster) -> Times:
@@ -90,26 +88,14 @@ class Times:
         key = self.key(plan)
         if key not in self._least:
             cells, units = self.store.cells(plan.inner, plan.units)
-            seconds = self._seconds(plan, cells, units)
+            prices = self.prices_of(plan)
+            seconds = [prices.seconds(one.at(units)) for one in cells.kinds]
             sums: dict[tuple[str, str], float] = {}
             for at in ((cell, way) for cell in CELLS for way in PASSES):
                 hidden = cells.hidden[at]
                 sums[at] = sum(seconds[kind] * (many - hidden.get(kind, 0)) for kind, many in cells.counts[at].items())
             self._least[key] = durations(sums)
         return self._least[key]._replace(send=self.send(plan), after=sum(self._after(plan, inf)))
-
-    def _seconds(self, plan: Plan, cells: Cells, units: int) -> list[float]:
-        """Seconds of each kind of operation."""
-        prices, key = self.prices_of(plan), (plan.inner, plan.units)
-        if key not in self._compute:
-            known = [0.0 if one.op.kind == "move" else prices.price(one.at(units)) for one in cells.kinds]
-            moves = [(place, one.at(units)) for place, one in enumerate(cells.kinds) if one.op.kind == "move"]
-            self._compute[key] = known, moves
-        known, moves = self._compute[key]
-        found = [*known]
-        for place, op in moves:
-            found[place] = sum(prices.move(op))
-        return found
 
     # -- by replay
 
@@ -259,26 +245,17 @@ class Times:
         """
         if plan.inner.outer:
             plan = replace(plan, inner=replace(plan.inner, outer=(), options=()), dp=plan.copies)
-        prices = self.prices_of(plan)
-        key = plan.inner, held, prices.topology.size  # of a micro-batch, nothing here depends
-        if key not in self._updates:
-            cells, _ = self.store.cells(plan.inner, plan.units)
-            self._updates[key] = [*self._update(cells, held, prices)]
-        seconds = sum((prices.seconds(one) if isinstance(one, Op) else one for one in self._updates[key]), 0.0)
+        prices, (cells, _) = self.prices_of(plan), self.store.cells(plan.inner, plan.units)
+        part, seconds = held / sum(cells.elements[cell] for cell in CELLS), 0.0
+        for kind, _ in (one for piece in (*cells.copies, *cells.optimizer) for one in piece.ops):
+            op = cells.kinds[kind].at(0)
+            if op.kind == "elements":
+                op = op._replace(read=round(op.read * part), written=round(op.written * part))
+            seconds += prices.seconds(op)
         calls = float(tensors)
         if self.cluster["host.slots"]:
             calls = float((CALLS_OF_UPDATE + CALLS_OF_NORM) * tensors)
         return seconds + prices.elements(dtype_of(master_dtype(plan.inner.dtype)).nbytes * held, calls)
-
-    def _update(self, cells: Cells, held: int, prices: Prices) -> Iterator[float | Op]:
-        """What the optimizer's operations take where a rank holds so many elements; communications, which depend on links."""
-        traced = sum(cells.elements[cell] for cell in CELLS)
-        for piece in (*cells.copies, *cells.optimizer):
-            for kind, _ in piece.ops:
-                op = cells.kinds[kind].at(0)
-                part = held / traced if op.kind == "elements" else 1.0
-                op = op._replace(read=round(op.read * part), written=round(op.written * part))
-                yield op if op.kind == "move" else prices.seconds(op)
 
     # -- prices
 
