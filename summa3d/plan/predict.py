@@ -131,8 +131,8 @@ class PredictedStep:
             moved, computed = [one.moved(prices) for one in hidden], self._works[key].computed(prices)
             of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
-        apart = (self.send, self.after, self.late, self.early)
-        send, after, *apart = (sum(map(prices.seconds, ops)) for ops in apart)
+        around = (self.send, self.after, self.late, self.early)
+        send, after, *apart = (sum(map(prices.seconds, ops), 0.0) for ops in around)
         layers = max(map(sum, zip(*[iter(self.layers)] * self.chunks, strict=True))) if self.late or self.early else 0
         for seconds, of_layers in zip(apart, (backward[BLOCK], forward[BLOCK]), strict=True):
             after += max(0.0, seconds - layers * of_layers)

@@ -71,7 +71,6 @@ class Prices:
             self._edges[0] = Edge(0.0, 0.0, self._edges[0].latency)
         self._flop: dict[str, float] = {}
         self._speeds: dict[tuple[tuple[str, str], ...], tuple[float, ...]] = {}
-        self._loads: dict[tuple[str, str], tuple[tuple[Load, int], ...]] = {}
         self._rates: dict[tuple[str, str], tuple[float, float]] = {}
 
     def seconds(self, op: Op) -> float:
@@ -189,9 +188,7 @@ class Prices:
 
     def _loads_of(self, axis: str, pattern: str) -> tuple[tuple[Load, int], ...]:
         """`links.loads` on this topology."""
-        if (axis, pattern) not in self._loads:
-            self._loads[axis, pattern] = loads(self.topology, axis, self.cluster.levels, pattern)
-        return self._loads[axis, pattern]
+        return loads(self.topology, axis, self.cluster.levels, pattern)
 
     def _slowest(self, load: Load) -> float:
         """Seconds per byte of an edge, by the slowest port."""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from summa3d.cluster import load
-from summa3d.dry.record import ENTER, LEAVE, Op
+from summa3d.dry.record import ENTER, LEAVE
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.schemes.products import A, B
 from summa3d.parallel.schedule import is_split
@@ -22,7 +22,7 @@ from summa3d.plan.search.memory import memory, summed
 from summa3d.plan.search.plans import Era, Plan, Space, is_possible, tiles
 from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.store import Store
-from summa3d.plan.search.timing import Times, number_of
+from summa3d.plan.search.timing import Times, _update, number_of
 
 MODEL = ModelConfig(layers=8, hidden=512, heads=8, sequence=256, vocabulary=2048)
 CLUSTER = load("selene").replaced({"node.size": 4.0}, "assumed")
@@ -157,7 +157,7 @@ def test_states_fall_with_zero_and_a_peak_rises_by_buckets_and_gathered_weights_
 def test_the_norm_of_gradients_reads_all_that_a_rank_updates(store: Store) -> None:
     times, plan, held, tensors = Times(CLUSTER, store), next(plans(1)), 1_000_003, 7
     seconds, prices = times._optimizer(plan, held, tensors), times.prices_of(plan)
-    updates = sum(prices.seconds(one) if isinstance(one, Op) else one for one in times._updates.popitem()[1])
+    updates = _update(store.cells(plan.inner, plan.units)[0], held, prices)
     assert seconds - updates == pytest.approx(4 * held * CLUSTER.byte_time() + tensors * CLUSTER["elements.launch"])
 
 

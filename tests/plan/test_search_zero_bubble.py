@@ -276,7 +276,7 @@ def test_what_a_block_keeps_at_least_is_hardly_less_than_what_it_keeps(
             saved, owed = kept(of, sizes, many * unit * MODEL.sequence, alone)
             assert least * nets[0] <= saved <= nets[0], of
             assert least * sum(nets) <= owed <= sum(nets) or not split, of
-        assert cells.elements[BLOCK] >= of.block_elements * sizes["d"] / of.ranks
+        assert cells.elements[BLOCK] >= of.model.block_elements * sizes["d"] / of.ranks
 
 
 def test_what_ranks_hold_when_they_keep_most_is_a_state_of_theirs_and_no_split_schedule_keeps_much_more() -> None:

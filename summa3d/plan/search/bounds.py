@@ -403,7 +403,7 @@ class Bounds:
     def _shared(self, inner: StageGrid, ranks: Numeric, dp: Numeric) -> Numeric:
         """Bytes of a block's weights that a rank receives of other replicas when it gathers them; of experts, of none."""
         model = inner.model
-        elements = inner.block_elements - model.num_experts * 3 * model.hidden * model.expert_width
+        elements = inner.model.block_elements - model.num_experts * 3 * model.hidden * model.expert_width
         return elements / (ranks * dp) * (dp - 1) * dtype_of(inner.dtype).nbytes
 
     def _anywhere(self, sizes: Mapping[str, Numeric], every: Sequence[Moved]) -> tuple[Numeric, Numeric]:

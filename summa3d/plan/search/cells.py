@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
@@ -90,11 +91,6 @@ class StageGrid:
         """Whether its products gather their operands whole, so that backward may gather them again."""
         return self.products[0].gathers
 
-    @property
-    def leaves_nodes(self) -> bool:
-        """Whether its ranks are hosts', and not all in one node's memory: products may then move in pieces behind arithmetic."""
-        return self.device == "cpu" and self.shared < self.ranks
-
     @cached_property
     def weight_axes(self) -> frozenset[str]:
         """The axes, or planes of them, along which a weight is gathered before it is used."""
@@ -104,10 +100,13 @@ class StageGrid:
 
     @property
     def overlapped(self) -> list[StageGrid]:
-        """The same with more and more behind arithmetic: on hosts products in pieces, on devices weights gathered ahead."""
+        """The same with more and more behind arithmetic: on hosts products in pieces, on devices weights gathered ahead.
+
+        Ranks that all share a node's memory move nothing that pieces could hide.
+        """
         if self.device == "cuda":
             return [replace(self, ahead=depth) for depth in DEPTHS] if self.weight_axes else []
-        return [replace(self, pieces=count) for count in CHOICES[1:]] if self.leaves_nodes else []
+        return [replace(self, pieces=count) for count in CHOICES[1:]] if self.shared < self.ranks else []
 
     @property
     def split_stream(self) -> frozenset[str]:
@@ -133,11 +132,6 @@ class StageGrid:
     def own_experts(self) -> int:
         """The most experts of a layer that a rank holds."""
         return -(-self.model.num_experts // self.expert_groups)
-
-    @cached_property
-    def block_elements(self) -> int:
-        """Elements of the weights of a block."""
-        return self.model.block_elements
 
     def config(self, units: int) -> Config:
         """The configuration of a step of a model of one block, or of three, with micro-batches of `units` units."""
@@ -243,13 +237,8 @@ class Cells:
     @cached_property
     def counts(self) -> dict[tuple[str, str], dict[int, int]]:
         """(cell, pass) → kind → how often it is there."""
-        return {(cell, way): self._counted(cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in PASSES}
-
-    def _counted(self, cell: str, way: str) -> dict[int, int]:
-        found: dict[int, int] = {}
-        for kind, _ in self.numbered(cell, way):
-            found[kind] = found.get(kind, 0) + 1
-        return found
+        ways = ((cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in PASSES)
+        return {at: Counter(kind for kind, _ in self.numbered(*at)) for at in ways}
 
     def numbered(self, cell: str, way: str) -> Iterator[tuple[int, int]]:
         """(kind, id) of a cell's operations in one pass, in order."""
@@ -329,7 +318,7 @@ def _sample(inner: StageGrid, units: int) -> TracedCells:
     setting = setting_of(config, 0, inner.shared, inner.device == "cuda")
     first = _traced(setting, config, inner.split)
     if even(setting):
-        return first._replace(passes=tuple(_each(one, with_messages) for one in first.passes))
+        return first._replace(passes=tuple(tuple((*one[:3], with_messages(one[3])) for one in of) for of in first.passes))
     last = _traced(replace(setting, rank=prod(setting.axes.values()) - 1), config, inner.split)
     merged = []
     for ours, others in zip(first.passes, last.passes, strict=True):
@@ -338,10 +327,6 @@ def _sample(inner: StageGrid, units: int) -> TracedCells:
         pairs = zip(ours, others, strict=True)
         merged.append(tuple((*one[:3], largest(one[3], other[3])) for one, other in pairs))
     return first._replace(passes=tuple(merged))
-
-
-def _each(pieces: Iterable[Any], edit: Any) -> tuple[Any, ...]:
-    return tuple((*piece[:3], edit(piece[3])) for piece in pieces)
 
 
 def _traced(setting: Any, config: Config, split: bool) -> TracedCells:

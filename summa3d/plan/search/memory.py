@@ -107,7 +107,7 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | N
     each_kind = zip(each, of_experts, strict=True)
     parameters, gradients, optimizer = (round((held - experts) * one + experts * other) for one, other in each_kind)
     if muon is not None:  # whose moment of a matrix is one word
-        matrices = plan.layers_of(rank) * plan.inner.block_elements // plan.inner.ranks
+        matrices = plan.layers_of(rank) * plan.inner.model.block_elements // plan.inner.ranks
         optimizer -= round(matrices * kept_per_element(plan.inner.dtype, plan.zero, plan.copies, 1)[2])
     stages = plan.stages[rank]
     extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}

@@ -246,12 +246,7 @@ class Times:
         if plan.inner.outer:
             plan = replace(plan, inner=replace(plan.inner, outer=(), options=()), dp=plan.copies)
         prices, (cells, _) = self.prices_of(plan), self.store.cells(plan.inner, plan.units)
-        part, seconds = held / sum(cells.elements[cell] for cell in CELLS), 0.0
-        for kind, _ in (one for piece in (*cells.copies, *cells.optimizer) for one in piece.ops):
-            op = cells.kinds[kind].at(0)
-            if op.kind == "elements":
-                op = op._replace(read=round(op.read * part), written=round(op.written * part))
-            seconds += prices.seconds(op)
+        seconds = _update(cells, held, prices)
         calls = float(tensors)
         if self.cluster["host.slots"]:
             calls = float((CALLS_OF_UPDATE + CALLS_OF_NORM) * tensors)
@@ -287,6 +282,17 @@ class Times:
             topology = Topology.checked({"in": inside, axis: size, "out": outside}, ["in", axis, "out"])
             self._prices[axis, inside, size, outside] = Prices(self.cluster, topology)
         return self._prices[axis, inside, size, outside]
+
+
+def _update(cells: Cells, held: int, prices: Prices) -> float:
+    """Seconds of the optimizer's operations where a rank holds so many elements."""
+    part, seconds = held / sum(cells.elements[cell] for cell in CELLS), 0.0
+    for kind, _ in (one for piece in (*cells.copies, *cells.optimizer) for one in piece.ops):
+        op = cells.kinds[kind].at(0)
+        if op.kind == "elements":
+            op = op._replace(read=round(op.read * part), written=round(op.written * part))
+        seconds += prices.seconds(op)
+    return seconds
 
 
 def _in_turn(cells: Cells, way: str, units: int, prices: Prices) -> dict[str, ReplayTimes]:
