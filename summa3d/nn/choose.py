@@ -63,9 +63,9 @@ def choose(
     >>> choose(ModelConfig(hidden=64), batch=8, ranks=4, regather=False).grid
     {'x': 4, 'y': 1, 'z': 1}
     """
-    found = ranked(config, batch, ranks, schemes, regather, vectors)
-    fewest = min(one.words for one in found)
-    return replace(next(one for one in found if one.words <= EQUAL * fewest), compared=len(found))
+    result = ranked(config, batch, ranks, schemes, regather, vectors)
+    fewest = min(item.words for item in result)
+    return replace(next(item for item in result if item.words <= EQUAL * fewest), compared=len(result))
 
 
 def ranked(
@@ -97,11 +97,11 @@ def ranked(
                     continue
                 yield SchemeChoice(name, dict(shape), _words(layouts, config, batch, regather))
 
-    found = [] if alike is False else list(fitting(ranks))
-    if not found and not alike:
-        found = list(fitting(ranks, even=False))
-    if found:
-        return found
+    result = [] if alike is False else list(fitting(ranks))
+    if not result and not alike:
+        result = list(fitting(ranks, even=False))
+    if result:
+        return result
     near = sorted(range(1, 2 * ranks + NEAR), key=lambda count: abs(count - ranks))
     counts = sorted(islice((count for count in near if next(fitting(count, even=alike is not False), None)), NEAR))
     names = f" with scheme {', '.join(among)}" if len(among) < len(FOR_MODELS) else ""

@@ -403,7 +403,7 @@ class ModelConfig:
     def dense_layers(self) -> frozenset[int]:
         """The layers of a mixture that have a feed-forward layer in place of experts; of another model, all."""
         named = (self.moe.dense or "").split(",")
-        return frozenset(int(one) for one in named if one) if self.num_experts else frozenset(range(self.layers))
+        return frozenset(int(item) for item in named if item) if self.num_experts else frozenset(range(self.layers))
 
     @property
     def balance_weight(self) -> float:

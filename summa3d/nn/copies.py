@@ -40,18 +40,18 @@ def check_copies(module: nn.Module) -> None:
 
 def compare(named: Sequence[Named], grid: BaseGrid, operation: str) -> None:
     """Do the work of `check_copies` for these blocks on the grid of the whole job."""
-    agree_on_call(grid, operation, {"parameters": tuple(one.name for one in named)})
-    firsts = [first_holders(one.sharding, grid) for one in named]
+    agree_on_call(grid, operation, {"parameters": tuple(item.name for item in named)})
+    firsts = [first_holders(item.sharding, grid) for item in named]
     several = [len(set(first.tolist()) - {-1}) < np.count_nonzero(first >= 0) for first in firsts]
-    mine = [fingerprint(one.block) if copied and one.block.numel() else 0 for one, copied in zip(named, several, strict=True)]
+    mine = [fingerprint(item.block) if copied and item.block.numel() else 0 for item, copied in zip(named, several, strict=True)]
     gathered = grid.ranked.all_gather(np.array(mine, np.int64)).reshape(grid.size, len(named))
     differ = [place for place, first in enumerate(firsts) if _differ(gathered[:, place], first)]
     if not differ:
         return
-    name, found, first = named[differ[0]].name, gathered[:, differ[0]], firsts[differ[0]]
-    rank = next(int(rank) for rank in first if rank >= 0 and len(set(found[first == rank])) > 1)
+    name, result, first = named[differ[0]].name, gathered[:, differ[0]], firsts[differ[0]]
+    rank = next(int(rank) for rank in first if rank >= 0 and len(set(result[first == rank])) > 1)
     holders = np.flatnonzero(first == rank).tolist()
-    hashes = [f"hash {found[holder] & 0xFFFFFFFF:08x}" for holder in holders]
+    hashes = [f"hash {result[holder] & 0xFFFFFFFF:08x}" for holder in holders]
     more = f" So do {len(differ) - 1} more of {len(named)} parameters." if len(differ) > 1 else ""
     raise AgreementError(
         f"{operation}: the copies of {name} differ: {who_passed_what(hashes, holders)}.{more}\n"
@@ -77,8 +77,8 @@ def grid_of(operation: str, parameters: Sequence[Tensor]) -> BaseGrid:
             f"{operation}: none of the {len(parameters)} parameters belongs to a layer of summa3d, so there is no grid. "
             "torch's own functions take parameters of torch's layers."
         )
-    found: BaseGrid = next(iter(grids.values()))
-    return found
+    result: BaseGrid = next(iter(grids.values()))
+    return result
 
 
 def first_holders(sharding: Sharding | None, grid: BaseGrid) -> np.ndarray:
@@ -86,13 +86,13 @@ def first_holders(sharding: Sharding | None, grid: BaseGrid) -> np.ndarray:
     known: dict[Sharding | None, np.ndarray] = grid.job.kept[grid].setdefault("first holders", {})
     if sharding not in known:
         first: dict[tuple[tuple[int, int], ...], int] = {}
-        found = []
+        result = []
         for rank in range(grid.size):
             at = grid.coordinates_of(rank)
             slices = () if sharding is None else sharding.layout.slices(sharding.shape, grid.shape, at)
             block = tuple((part.start, part.stop) for part in slices)
-            found.append(-1 if any(start == stop for start, stop in block) else first.setdefault(block, rank))
-        known[sharding] = np.array(found)
+            result.append(-1 if any(start == stop for start, stop in block) else first.setdefault(block, rank))
+        known[sharding] = np.array(result)
     return known[sharding]
 
 

@@ -47,12 +47,12 @@ def clip_grad_norm_(parameters: Parameters, max_norm: float, norm_type: float = 
     """
     if not isinstance(max_norm, (int, float)) or isnan(max_norm) or max_norm < 0:
         raise ConfigError(f"clip_grad_norm_: max_norm is a number, 0 or more; it is {max_norm!r}.")
-    found = ModelGradients.of("clip_grad_norm_", parameters, norm_type, max_norm=float(max_norm))
-    norm = found.norms()[0]
+    result = ModelGradients.of("clip_grad_norm_", parameters, norm_type, max_norm=float(max_norm))
+    norm = result.norms()[0]
     if error_if_nonfinite:
-        found.check_finite(norm)
+        result.check_finite(norm)
     factor = float(torch.clamp(max_norm / (norm + TINY), max=1.0))
-    for gradient in found.gradients if factor != 1.0 else ():
+    for gradient in result.gradients if factor != 1.0 else ():
         if gradient is not None:
             gradient.mul_(factor)
     return norm
@@ -83,10 +83,10 @@ def grad_norm(
     argument, in which parameters have gradients, or in the gradient of a torch parameter; GridError where no parameter belongs
     to a layer of summa3d, or they lie on several grids; ConfigError for another norm_type.
     """
-    found = ModelGradients.of("grad_norm", parameters, norm_type, each=bool(each))
-    norms = found.norms(each)
+    result = ModelGradients.of("grad_norm", parameters, norm_type, each=bool(each))
+    norms = result.norms(each)
     if error_if_nonfinite:
-        found.check_finite(norms.max())
+        result.check_finite(norms.max())
     return norms if each else norms[0]
 
 
@@ -142,9 +142,9 @@ class ModelGradients:
             votes.append((1 + place % WEIGHTS) * self._vote(first, self.marks[place]))
         votes[0] += self._vote(first_holders(None, self.grid), _bits(crc32(repr(self.facts).encode())))
         if not each:
-            groups, votes = [[one for group in groups for one in group]], [sum(votes)]
-        norms, found = norms_and_votes(groups, self.grid, votes, self.norm_type)
-        if found.any():
+            groups, votes = [[item for group in groups for item in group]], [sum(votes)]
+        norms, result = norms_and_votes(groups, self.grid, votes, self.norm_type)
+        if result.any():
             self._disagree()
         return torch.from_numpy(norms)
 
@@ -197,8 +197,8 @@ class ModelGradients:
             for name, gradient in zip(self.names, self.gradients, strict=True)
             if gradient is not None and not torch.isfinite(gradient).all()
         ]
-        found = self.grid.ranked.comm.allgather(wrong[:1])
-        where = "; ".join(f"{names[0]} on rank {rank}" for rank, names in enumerate(found) if names)
+        result = self.grid.ranked.comm.allgather(wrong[:1])
+        where = "; ".join(f"{names[0]} on rank {rank}" for rank, names in enumerate(result) if names)
         raise Summa3dError(f"{self.operation}: the norm of the gradients is {norm.item()}. Gradients with inf or nan: {where}.")
 
 
@@ -215,8 +215,8 @@ def norm_and_votes(gradients: Sequence[Counted], grid: BaseGrid, votes: int = 0)
 
     What `norms_and_votes` returns of one group. Moves one all-reduce of one complex word.
     """
-    norms, found = norms_and_votes([gradients], grid, [votes])
-    return float(norms[0]), round(found[0])
+    norms, result = norms_and_votes([gradients], grid, [votes])
+    return float(norms[0]), round(result[0])
 
 
 def norms_and_votes(
@@ -234,7 +234,7 @@ def norms_and_votes(
     word a group, whose imaginary part are the votes; with inf an all-gather. A norm is finite only if all its gradients on all
     ranks are finite, copies included, so that all ranks take the same decision. The host synchronizes with a device once.
     """
-    norms = iter(_read([one for group in groups for one, _ in group], norm_type))
+    norms = iter(_read([item for group in groups for item, _ in group], norm_type))
     mine = np.zeros(len(groups), complex)
     for place, (group, vote) in enumerate(zip(groups, votes, strict=True)):
         whole = 0.0
@@ -258,18 +258,18 @@ def _read(tensors: list[Tensor], norm_type: float) -> list[float]:
     """
     if not tensors or tensors[0].is_meta:
         return [0.0] * len(tensors)
-    norms = [_of_stretches(one.float() if one.dtype.itemsize < 4 else one, norm_type) for one in tensors]
-    values = np.array(torch.cat([one for several in norms for one in several]).double().tolist() if any(norms) else [])
+    norms = [_of_stretches(tensor.float() if tensor.dtype.itemsize < 4 else tensor, norm_type) for tensor in tensors]
+    values = np.array(torch.cat([item for several in norms for item in several]).double().tolist() if any(norms) else [])
     ends = np.cumsum([sum(map(len, several)) for several in norms])
     return [float(np.linalg.norm(of, norm_type)) if of.size else 0.0 for of in np.split(values, ends[:-1])]
 
 
 def _of_stretches(tensor: Tensor, norm_type: float) -> list[Tensor]:
     """The norms of a tensor's stretches, in its dtype: those of whole stretches, and of what is left."""
-    flat, found = tensor.flatten(), []
+    flat, result = tensor.flatten(), []
     many, left = divmod(len(flat), STRETCH)
     if many:
-        found.append(torch.linalg.vector_norm(flat[: many * STRETCH].view(many, STRETCH), norm_type, dim=1))
+        result.append(torch.linalg.vector_norm(flat[: many * STRETCH].view(many, STRETCH), norm_type, dim=1))
     if left:
-        found.append(torch.linalg.vector_norm(flat[many * STRETCH :], norm_type)[None])
-    return found
+        result.append(torch.linalg.vector_norm(flat[many * STRETCH :], norm_type)[None])
+    return result

@@ -101,7 +101,7 @@ BlockExtent = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 def part_of(parameter: ShardedParameter) -> BlockExtent:
     """Return which part of the whole this rank's block of a parameter is."""
     slices = parameter.sharding.slices(parameter.grid)
-    return tuple(parameter.sharding.shape), tuple((one.start, one.stop) for one in slices)
+    return tuple(parameter.sharding.shape), tuple((item.start, item.stop) for item in slices)
 
 
 def _in_words(part: BlockExtent) -> str:

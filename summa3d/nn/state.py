@@ -35,18 +35,18 @@ def full_state_dict(module: nn.Module, root_only: bool = False) -> dict[str, Ten
     sharded, keeps = _sharded(module), not root_only or grid.rank == 0
     state = module.state_dict()
     agree_on_call(grid, "full_state_dict", {"names": tuple(state), "root_only": bool(root_only)})
-    found: dict[str, Tensor] = {}
+    result: dict[str, Tensor] = {}
     wholes: dict[int, Tensor] = {}
     for name, tensor in state.items():
         if name not in sharded:
-            found[name] = tensor.clone()
+            result[name] = tensor.clone()
             continue
         p, is_transposed = sharded[name]
         if id(p) not in wholes:
             whole = collect(p.detach(), grid, p.sharding.layout, p.sharding.shape)
             wholes[id(p)] = (whole.t().contiguous() if is_transposed else whole) if keeps else whole.new_empty(0)
-        found[name] = wholes[id(p)]
-    return found if keeps else {}
+        result[name] = wholes[id(p)]
+    return result if keeps else {}
 
 
 @torch.no_grad()
@@ -78,8 +78,8 @@ def load_full_state_dict(module: nn.Module, state: Mapping[str, Tensor]) -> None
 
 def _sharded(module: nn.Module) -> dict[str, tuple[ShardedParameter, bool]]:
     """Name → sharded parameter, each name of a shared one too, and whether torch's layer has its transpose."""
-    modules = [(prefix, one) for prefix, one in module.named_modules(remove_duplicate=False) if isinstance(one, ShardedModule)]
-    turned = {f"{prefix}.{name}".removeprefix(".") for prefix, one in modules for name in one.transposed_in_torch}
+    modules = [(prefix, item) for prefix, item in module.named_modules(remove_duplicate=False) if isinstance(item, ShardedModule)]
+    turned = {f"{prefix}.{name}".removeprefix(".") for prefix, module in modules for name in module.transposed_in_torch}
     named = module.named_parameters(remove_duplicate=False)
     return {name: (p, name in turned) for name, p in named if isinstance(p, ShardedParameter)}
 
@@ -91,11 +91,11 @@ def _problem(state: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]],
         said = [f"{word} {', '.join(names[:3])}" for word, names in (("lacks", missing), ("has the unknown", unknown)) if names]
         return ShapeError(f"load_full_state_dict: the state {' and '.join(said)}. Its names are those of module.state_dict().")
     for name, shape in shapes.items():
-        found = tuple(state[name].shape)
-        if found != shape:
+        result = tuple(state[name].shape)
+        if result != shape:
             order = ", which is [outputs, inputs] as in torch" if name in turned else ""
             return ShapeError(
-                f"load_full_state_dict: {name} has shape {found}; the whole is {shape}{order}. "
+                f"load_full_state_dict: {name} has shape {result}; the whole is {shape}{order}. "
                 "A state_dict() of summa3d's layers has one rank's blocks: take full_state_dict."
             )
     return None

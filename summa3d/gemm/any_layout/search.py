@@ -213,13 +213,13 @@ class ComputeLayouts:
         """Elements that each rank has in both its block of A, B or C and what it computes with."""
         return _product([self._overlaps(name, place, letter)[numbers[letter]] for place, letter in enumerate(names)])
 
-    def _fetch(self, name: str, owned: Owned) -> tuple[np.ndarray, np.ndarray]:
+    def _fetch(self, name: str, part: Owned) -> tuple[np.ndarray, np.ndarray]:
         """Words and seconds of bringing A or B to each compute layout."""
         numbers = self.all.numbers
-        wanted, kept = self._blocks(owned.names, numbers), self._common(name, owned.names, numbers)
+        wanted, kept = self._blocks(part.names, numbers), self._common(name, part.names, numbers)
         received = wanted - kept
         words = received.sum(-1)
-        copies = wanted.sum(-1) // max(1, prod(owned.shape))
+        copies = wanted.sum(-1) // max(1, prod(part.shape))
         return words, self._exchange(words, received, self._sent(self.held[name], copies, kept))
 
     def _sent(self, held: Sequence[RankParts], copies: np.ndarray, kept: np.ndarray) -> np.ndarray:

@@ -53,12 +53,12 @@ def _fused(
     enable_gqa: bool = False,
 ) -> Tensor:
     if enable_gqa:
-        k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
+        k, v = (item.repeat_interleave(q.shape[1] // item.shape[1], 1) for item in (k, v))
     mask = None if attn_mask is None else attn_mask.to(q.dtype)
-    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    result: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, v, dropout_p, is_causal, attn_mask=mask, scale=scale
     )
-    return found[0]
+    return result[0]
 
 
 class AdoptedBlock(nn.Module):
@@ -111,12 +111,12 @@ class AdoptedDecoder(LanguageModel):
         self.cells.check(config.hidden)
         drawn = {name for name, p in module.named_parameters() if p.is_meta}
         tables = [id(module.get_input_embeddings())]
-        names = {id(one): name for name, one in module.named_modules()}
+        names = {id(item): name for name, item in module.named_modules()}
 
         def at(name: str) -> Context:
-            if found := re.match(re.escape(path) + r"\.(\d+)\.", name):
-                return scheme.on_layer(int(found[1]))
-            if [names.get(one) for one in tables] == [name]:
+            if result := re.match(re.escape(path) + r"\.(\d+)\.", name):
+                return scheme.on_layer(int(result[1]))
+            if [names.get(table) for table in tables] == [name]:
                 return scheme.on_ends(True, config.tied)
             return scheme.on_ends(last=True)
 
@@ -139,10 +139,10 @@ class AdoptedDecoder(LanguageModel):
 
     def stored(self) -> dict[str, StoredPart]:
         """Name of each parameter → the part of the folder's tensor that this rank's block of it is."""
-        found = {}
+        result = {}
         for name, _ in self.named_parameters():
-            found[name] = stored_part(self.module, self._within(name))
-        return found
+            result[name] = stored_part(self.module, self._within(name))
+        return result
 
     def _within(self, name: str) -> str:
         """The name, in the adopted module, of a parameter."""
@@ -193,7 +193,7 @@ class AdoptedDecoder(LanguageModel):
     def logits(self, tokens: Tensor, attention_mask: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """The global logits [b, s, v] of every position, on every rank."""
         given = {"attention_mask": attention_mask, "documents": documents}
-        inputs = {"tokens": tokens, **{name: one for name, one in given.items() if one is not None}}
+        inputs = {"tokens": tokens, **{name: item for name, item in given.items() if item is not None}}
         batch = self.batch_of(inputs)
         return self.whole_logits(self.cells.leave(self.encoded(inputs, batch)), self.output().logits_layout, batch)
 
@@ -218,8 +218,8 @@ def _layers_of(module: nn.Module) -> str:
     """The name of the list of layers in a model's pipeline plan."""
     plan: Mapping[str, Any] = getattr(getattr(module, "config", None), PLAN, None) or {}
     prefix = getattr(module, "base_model_prefix", "")
-    found = [f"{prefix}.{name}" for name in plan]
-    lists = [name for name in found if isinstance(module.get_submodule(name), nn.ModuleList)]
+    result = [f"{prefix}.{name}" for name in plan]
+    lists = [name for name in result if isinstance(module.get_submodule(name), nn.ModuleList)]
     if len(lists) != 1:
         raise ConfigError(
             f"{type(module).__name__} has no plan of its layers in a pipeline ({PLAN}), which training reads. "

@@ -56,8 +56,8 @@ class ForwardCells:
 
         try:
             self._run(reached, input_ids=ids)
-        except _Reached as found:
-            return found.stream
+        except _Reached as result:
+            return result.stream
         raise self._refusal("does not call the layers that its pipeline plan names")
 
     def calls(self, shape: Sequence[int], like: Tensor) -> list[LayerCall]:
@@ -83,12 +83,15 @@ class ForwardCells:
 
         Runs on meta tensors: no data is touched, nothing moves.
         """
-        metas = {name: one.detach().to("meta") for name, one in (*self.module.named_parameters(), *self.module.named_buffers())}
+        metas = {
+            name: parameter.detach().to("meta")
+            for name, parameter in (*self.module.named_parameters(), *self.module.named_buffers())
+        }
         self._forward = lambda **inputs: torch.func.functional_call(self.module, metas, (), inputs)
         try:
             start = torch.empty(2, 3, width, dtype=next(self.module.parameters()).dtype, device="meta")
             calls, handed = self._recorded(start.requires_grad_()), start.detach()
-            if any(one.requires_grad for call in calls for one in tensors_of(call)):
+            if any(item.requires_grad for call in calls for item in tensors_of(call)):
                 raise self._refusal("gives its layers something of the embedded tokens beside the stream")
             if self._run(lambda place, given, call: handed, inputs_embeds=start).logits.requires_grad:
                 raise self._refusal("reads the embedded tokens again behind its layers")
@@ -119,7 +122,7 @@ class ForwardCells:
 
     def _run(self, stub: Stub, **inputs: Any) -> Any:
         with self._replaced(stub), ExitStack() as stack:
-            if any(one.is_meta for one in tensors_of(inputs)):
+            if any(item.is_meta for item in tensors_of(inputs)):
                 stack.enter_context(Unknown())
             return self._forward(**inputs, use_cache=False)
 
@@ -128,7 +131,7 @@ class ForwardCells:
         def call(place: int, *args: Any, **kwargs: Any) -> Tensor:
             if args:
                 return stub(place, args[0], LayerCall(args[1:], kwargs))
-            return stub(place, kwargs[STREAM], LayerCall((), {name: one for name, one in kwargs.items() if name != STREAM}))
+            return stub(place, kwargs[STREAM], LayerCall((), {name: item for name, item in kwargs.items() if name != STREAM}))
 
         for place, layer in enumerate(self.layers):
             layer.forward = partial(call, place)

@@ -97,7 +97,7 @@ def read_weights(model: nn.Module, folder: Path) -> None:
 def _fill(name: str, p: Any, model: nn.Module, homes: Mapping[str, Any], folder: Path) -> None:
     part = stored_part(model, name)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    stored = next((one for one in (part.name, part.name.removeprefix(prefix)) if one in homes), None)
+    stored = next((item for item in (part.name, part.name.removeprefix(prefix)) if item in homes), None)
     if stored is None:
         raise CheckpointError(f"{folder} has no tensor {part.name}; it has {', '.join(sorted(homes)[:3])}, ….")
     view = homes[stored].get_slice(stored)

@@ -17,10 +17,10 @@ from .layers import FusedParts
 def whole_state(model: nn.Module) -> dict[str, Tensor]:
     """The whole tensors of an adopted model under the names that the unsplit one has, on rank 0; {} elsewhere. Collective."""
     state = full_state_dict(model, root_only=True)
-    for name, one in model.named_modules() if state else ():
-        if isinstance(one, FusedParts):
+    for name, item in model.named_modules() if state else ():
+        if isinstance(item, FusedParts):
             for leaf in ("weight", "bias"):
-                parts = [state.pop(f"{name}.parts.{place}.{leaf}", None) for place in range(len(one.parts))]
+                parts = [state.pop(f"{name}.parts.{place}.{leaf}", None) for place in range(len(item.parts))]
                 if parts[0] is not None:
                     state[f"{name}.{leaf}"] = torch.cat([part for part in parts if part is not None])
     return state
@@ -36,7 +36,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_part(model: nn.Module, name: str) -> StoredPart:
-    """Where the block of a parameter of an adopted module lies in the unsplit module's tensor."""
+    """Return where the block of a parameter of an adopted module lies in the unsplit module's tensor."""
     owner, _, leaf = name.rpartition(".")
     p: Any = model.get_submodule(owner)._parameters[leaf]  # the attribute of one that stays is what layers use
     is_turned = leaf in getattr(model.get_submodule(owner), "transposed_in_torch", ())

@@ -45,18 +45,18 @@ def recognise(name: str, module: nn.Module, n: int) -> Norm:
 
 def _recognise(name: str, module: nn.Module, n: int) -> Norm:
     generator = torch.Generator().manual_seed(n)
-    values = {key: torch.randn(n, generator=generator) for key, one in module.named_parameters() if one.shape == (n,)}
+    values = {key: torch.randn(n, generator=generator) for key, parameter in module.named_parameters() if parameter.shape == (n,)}
     x = torch.randn(2, n, generator=generator) + 0.5
     eps = next((float(value) for key in EPS if isinstance(value := getattr(module, key, None), (int, float))), 1e-5)
     x[1] *= eps**0.5
     unknown = [key for key, _ in module.named_parameters() if key not in values or key not in ("weight", "bias")]
     if not unknown:
         with torch.no_grad():
-            found = torch.func.functional_call(module, values, (x,)).float()
+            result = torch.func.functional_call(module, values, (x,)).float()
         for centred, formula in FORMULAS.items():
             for offset in (0.0, 1.0) if "weight" in values else (0.0,):
                 gamma = values["weight"] + offset if "weight" in values else torch.ones(n)
-                if (formula(x, gamma, values.get("bias"), eps) - found).abs().max() <= CLOSE * found.abs().max():
+                if (formula(x, gamma, values.get("bias"), eps) - result).abs().max() <= CLOSE * result.abs().max():
                     return Norm(centred, offset, eps)
     raise ConfigError(
         f"{name}, a {type(module).__name__} of {n}, is neither layer norm nor root-mean-square norm, with γ or 1 + γ"

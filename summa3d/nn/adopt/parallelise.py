@@ -110,7 +110,7 @@ def _small(module: nn.Module, scheme: Context) -> GlobalInputs:
     shape, generator = scheme.scheme.shape, torch.Generator().manual_seed(1)
     rows = 2 * lcm(stream.num_shards(0, shape), inner.num_shards(0, shape))
     output: Any = getattr(module, "get_output_embeddings", None)
-    first = next((one for one in module.modules() if isinstance(one, (nn.Embedding, nn.Linear))), None)
+    first = next((item for item in module.modules() if isinstance(item, (nn.Embedding, nn.Linear))), None)
     if isinstance(first, nn.Linear) and output is None:
         return (torch.randn(rows, 5, first.in_features, generator=generator, dtype=first.weight.dtype),)
     vocabulary = first.num_embeddings if isinstance(first, nn.Embedding) else 1
@@ -132,7 +132,7 @@ class _Adopter:
     ) -> None:
         self.module, self.scheme, self.styles, self.config, self.at = module, scheme, styles, config, at
         self.modules = dict(module.named_modules())
-        self.names = {id(one): name for name, one in self.modules.items()}
+        self.names = {id(module): name for name, module in self.modules.items()}
         self.canonical = {id(p): name for name, p in module.named_parameters()}
         self.head = self.names.get(id(head)) if head is not None else None
         self.inner = scheme.scheme.after_linear(scheme.residual)
@@ -143,13 +143,13 @@ class _Adopter:
     def _check_shared(self) -> None:
         """Raise ConfigError for a module at two places, and for a parameter that two layers share but for a model's head."""
         places: dict[int, list[str]] = {}
-        for name, one in self.module.named_modules(remove_duplicate=False):
-            if next(one.parameters(recurse=False), None) is not None:
-                places.setdefault(id(one), []).append(name)
+        for name, item in self.module.named_modules(remove_duplicate=False):
+            if next(item.parameters(recurse=False), None) is not None:
+                places.setdefault(id(item), []).append(name)
         shared = [names for names in places.values() if len(names) > 1]
         weights: dict[int, list[str]] = {}
-        for name, one in self.modules.items():
-            for p in one.parameters(recurse=False) if name != self.head else ():
+        for name, item in self.modules.items():
+            for p in item.parameters(recurse=False) if name != self.head else ():
                 weights.setdefault(id(p), []).append(name)
         shared += [names for names in weights.values() if len(names) > 1]
         if shared:
@@ -159,11 +159,13 @@ class _Adopter:
 
     def _check_hooks(self) -> None:
         """Raise ConfigError for a hook of a layer that is replaced."""
-        tables = [name for name, one in self.modules.items() if isinstance(one, nn.Embedding) or is_norm(one)]
+        tables = [name for name, module in self.modules.items() if isinstance(module, nn.Embedding) or is_norm(module)]
         for name in (*self.styles, *tables):
-            one = self.modules[name]
-            if any(getattr(one, hooks) for hooks in HOOKS):
-                raise ConfigError(f"{name}, a {type(one).__name__}, has a hook, which its replacement would not have. Remove it.")
+            item = self.modules[name]
+            if any(getattr(item, hooks) for hooks in HOOKS):
+                raise ConfigError(
+                    f"{name}, a {type(item).__name__}, has a hook, which its replacement would not have. Remove it."
+                )
 
     def check_config(self) -> None:
         """Raise ConfigError for an unknown implementation of attention; LayoutError where axes do not divide the heads."""
@@ -352,17 +354,17 @@ class _Adopter:
                 if not getattr(owner.config, "head_dim", None) and self._head_size():
                     owner.config.head_dim = self._head_size()
                 own.append(owner.config)
-            for one in own:
+            for item in own:
                 for key in NUMBERS_OF_HEADS:
-                    count = vars(one).get(key)
+                    count = vars(item).get(key)
                     if isinstance(count, int) and count % num_shards == 0:
-                        setattr(one, key, count // num_shards)
+                        setattr(item, key, count // num_shards)
 
 
 def _row_shards(scheme: Context) -> tuple[int, int]:
     """In how many parts the batch is split in the residual stream, and behind a first linear layer."""
     stream = scheme.residual
-    first, second = (one.num_shards(0, scheme.scheme.shape) for one in (stream, scheme.scheme.after_linear(stream)))
+    first, second = (item.num_shards(0, scheme.scheme.shape) for item in (stream, scheme.scheme.after_linear(stream)))
     return first, second
 
 
@@ -379,12 +381,14 @@ def _fill(new: nn.Module, whole: Mapping[str, Tensor]) -> nn.Module:
 
 def _cut(scheme: Context, is_listed: bool, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     """Check global inputs, and cut those that no layer cuts."""
-    named = {**{f"input {place}": one for place, one in enumerate(args)}, **kwargs}
-    tensors = {name: one for name, one in named.items() if isinstance(one, Tensor)}
+    named = {**{f"input {place}": argument for place, argument in enumerate(args)}, **kwargs}
+    tensors = {name: item for name, item in named.items() if isinstance(item, Tensor)}
     if tensors:
         check_needs(scheme, of_batch(scheme, len(next(iter(tensors.values())))))
     cut: Callable[[str, Any], Any] = partial(_part, scheme, is_listed)
-    return tuple(cut(f"input {place}", one) for place, one in enumerate(args)), {k: cut(k, one) for k, one in kwargs.items()}
+    return tuple(cut(f"input {place}", argument) for place, argument in enumerate(args)), {
+        k: cut(k, item) for k, item in kwargs.items()
+    }
 
 
 def _part(scheme: Context, is_listed: bool, name: str, given: Any) -> Any:

@@ -31,13 +31,13 @@ class Recorded(NamedTuple):
 
 @contextmanager
 def _outputs(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Outputs]:
-    found: Outputs = []
+    result: Outputs = []
     hooks = [
-        module.get_submodule(name).register_forward_hook(lambda _, given, out, name=name: found.append((name, out.detach())))
+        module.get_submodule(name).register_forward_hook(lambda _, given, out, name=name: result.append((name, out.detach())))
         for name in names
     ]
     try:
-        yield found
+        yield result
     finally:
         for hook in hooks:
             hook.remove()
@@ -76,8 +76,8 @@ def _gradients(module: nn.Module, result: Tensor, upstream: Tensor) -> dict[str,
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named or not result.requires_grad:
         return {}
-    found = torch.autograd.grad(result, list(named.values()), upstream, allow_unused=True)
-    return {name: one for name, one in zip(named, found, strict=True) if one is not None}
+    results = torch.autograd.grad(result, list(named.values()), upstream, allow_unused=True)
+    return {name: item for name, item in zip(named, results, strict=True) if item is not None}
 
 
 def record(module: nn.Module, inputs: Any, layers: Mapping[str, Any]) -> Recorded:
@@ -102,25 +102,25 @@ def compare(
     with _outputs(module, layouts) as outputs:
         result = _run_together(module, inputs, grid, outputs)
     pairs = [
-        (f"the output of {name}", one, _cut(scheme, whole, layouts[name]))
-        for (name, one), (_, whole) in zip(outputs, wanted.outputs, strict=True)
+        (f"the output of {name}", entry, _cut(scheme, whole, layouts[name]))
+        for (name, entry), (_, whole) in zip(outputs, wanted.outputs, strict=True)
     ]
     _check(module, grid, [*pairs, ("the result", result.detach(), _cut(scheme, wanted.result, last))])
-    found = _gradients(module, result, _cut(scheme, wanted.upstream, last))
+    results = _gradients(module, result, _cut(scheme, wanted.upstream, last))
     pairs = []
-    for name, one in found.items():
+    for name, item in results.items():
         part = stored_part(module, name)
         whole = wanted.gradients.get(part.name)
         if whole is None:
-            pairs.append((f"the gradient of {part.name}", one, torch.zeros_like(one)))
+            pairs.append((f"the gradient of {part.name}", item, torch.zeros_like(item)))
         else:
             block = whole[part.slices] if part.slices else whole
-            pairs.append((f"the gradient of {part.name}", one, block.t() if part.is_turned else block))
+            pairs.append((f"the gradient of {part.name}", item, block.t() if part.is_turned else block))
     _check(module, grid, pairs)
 
 
 def _check(module: nn.Module, grid: BaseGrid, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-    wrong = next((index for index, (_, one, whole) in enumerate(pairs) if not _close(one, whole)), len(pairs))
+    wrong = next((index for index, (_, pair, whole) in enumerate(pairs) if not _close(pair, whole)), len(pairs))
     first = min(grid.comm.allgather(wrong))
     if first < len(pairs):
         what = pairs[first][0]
@@ -129,7 +129,7 @@ def _check(module: nn.Module, grid: BaseGrid, pairs: Sequence[tuple[str, Tensor,
 
 def _kind(module: nn.Module, what: str) -> str:
     name = what.rpartition(" ")[2]
-    return next((f", a {type(one).__name__}" for key, one in module.named_modules() if key == name), "")
+    return next((f", a {type(item).__name__}" for key, item in module.named_modules() if key == name), "")
 
 
 def _cut(scheme: Context, whole: Tensor, layout: Layout) -> Tensor:
@@ -138,10 +138,10 @@ def _cut(scheme: Context, whole: Tensor, layout: Layout) -> Tensor:
     return whole[own.slices(whole.shape, scheme.grid.shape, scheme.grid.coordinates)].contiguous()
 
 
-def _close(one: Tensor, whole: Tensor) -> bool:
-    if one.shape != whole.shape:
+def _close(mine: Tensor, whole: Tensor) -> bool:
+    if mine.shape != whole.shape:
         return False
-    if not one.numel():
+    if not mine.numel():
         return True
-    close = max(torch.finfo(one.dtype).eps ** 0.5, ISLANDS)
-    return bool((one - whole).abs().max() <= close * whole.abs().max().clamp(min=1e-3))
+    close = max(torch.finfo(mine.dtype).eps ** 0.5, ISLANDS)
+    return bool((mine - whole).abs().max() <= close * whole.abs().max().clamp(min=1e-3))

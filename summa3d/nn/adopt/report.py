@@ -44,9 +44,9 @@ class Adoption:
     def table(self, rows: int | None = None) -> str:
         """The table, with the words of each layer's forward product of so many rows (batch · sequence)."""
         grouped: dict[tuple[str, ...], int] = {}
-        for one in self.layers:
-            name = ".".join("*" if part.isdigit() else part for part in one.name.split("."))
-            row = (name, one.was, one.now, *([f"{one.words(rows):,}"] if rows else []))
+        for layer in self.layers:
+            name = ".".join("*" if part.isdigit() else part for part in layer.name.split("."))
+            row = (name, layer.was, layer.now, *([f"{layer.words(rows):,}"] if rows else []))
             grouped[row] = grouped.get(row, 0) + 1
         lines = [(f"{name} ×{count}" if count > 1 else name, *rest) for (name, *rest), count in grouped.items()]
         head = ("layer", "was", "is", *(["words each"] if rows else []))

@@ -66,34 +66,34 @@ def styles_of(module: nn.Module, plan: Mapping[str, str], head: nn.Module | None
             raise ConfigError(
                 f"the plan's style {style!r} of {pattern!r} has no place in a scheme: {why}.\n  Known: {', '.join(STYLES)}."
             )
-    names = {name: one for name, one in module.named_modules() if name and one is not head}
-    found: dict[str, str] = {}
+    names = {name: item for name, item in module.named_modules() if name and item is not head}
+    result: dict[str, str] = {}
     for pattern, style in plan.items():
         matched = [name for name in names if _matches(pattern, name)]
         if not matched and not (head is not None and any(_matches(pattern, n) for n, m in module.named_modules() if m is head)):
-            linears = [name for name, one in names.items() if isinstance(one, nn.Linear)]
+            linears = [name for name, item in names.items() if isinstance(item, nn.Linear)]
             raise ConfigError(
                 f"the plan's pattern {pattern!r} matches no module.\n  Linear layers here: {', '.join(linears[:12]) or 'none'}."
             )
         for name in matched:
-            if STYLES[found.get(name, style)] != STYLES[style]:
-                raise ConfigError(f"the plan says both {found[name]} and {style} of {name}; each layer has one role.")
-            found[name] = style
-    for name, style in found.items():
+            if STYLES[result.get(name, style)] != STYLES[style]:
+                raise ConfigError(f"the plan says both {result[name]} and {style} of {name}; each layer has one role.")
+            result[name] = style
+    for name, style in result.items():
         if STYLES[style] != KEPT and type(names[name]) is not nn.Linear:
             raise ConfigError(
                 f"the plan says {style} of {name}, a {type(names[name]).__name__}; roles are those of torch.nn.Linear alone."
             )
-    return found
+    return result
 
 
 def products_of(text: str) -> dict[str, tuple[str, ...]]:
     """The products of a layer, "qkv", "out", "up" and "down" → the names of their modules in a block, by a config.json's plan."""
     plan: Mapping[str, str] = getattr(config_of(text), "base_model_tp_plan", None) or {}
-    found: dict[str, tuple[str, ...]] = {"qkv": (), "out": (), "up": (), "down": ()}
+    result: dict[str, tuple[str, ...]] = {"qkv": (), "out": (), "up": (), "down": ()}
     for pattern, style in plan.items():
         role, (_, dot, name) = STYLES.get(style), pattern.partition("*.")
         if dot and role in (FIRST, SECOND):
             product = ("qkv", "out") if "attn" in name or "attention" in name else ("up", "down")
-            found[product[role == SECOND]] += (f"layer.{name}",)
-    return found
+            result[product[role == SECOND]] += (f"layer.{name}",)
+    return result

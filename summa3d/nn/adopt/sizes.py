@@ -28,12 +28,12 @@ def check_scheme(scheme: Context) -> None:
 def check_needs(scheme: Context, wanted: Sequence[Need]) -> None:
     """Raise LayoutError, naming the grids that fit, for the first size that its axes do not divide."""
     shape = scheme.scheme.shape
-    need = next((one for one in wanted if not one.met(shape)), None)
+    need = next((item for item in wanted if not item.met(shape)), None)
     if need is None:
         return
     ranks = prod(shape.values())
-    grids = [describe(grid) for grid in scheme.scheme.spec.grids(ranks) if all(one.met(grid) for one in wanted)]
-    step, sizes = need.num_shards(shape), ", ".join(dict.fromkeys(f"{one.dim} {one.size}" for one in wanted))
+    grids = [describe(grid) for grid in scheme.scheme.spec.grids(ranks) if all(item.met(grid) for item in wanted)]
+    step, sizes = need.num_shards(shape), ", ".join(dict.fromkeys(f"{item.dim} {item.size}" for item in wanted))
     below = need.size - need.size % step
     raise LayoutError(
         f"{need.dim} {need.size} cannot be split over {'·'.join(need.axes)} = {step} (grid {describe(shape)}).\n  {need.why}\n"
@@ -56,4 +56,4 @@ def of_batch(scheme: Context, rows: int) -> list[Need]:
         Need("batch", rows, stream.dims[0], "The residual stream holds whole sequences."),
         Need("batch", rows, inner.dims[0], "Attention holds whole sequences."),
     ]
-    return [one for one in wanted if one.axes]
+    return [item for item in wanted if item.axes]

@@ -34,10 +34,10 @@ def model_table(folder: Path) -> dict[str, Any]:
     Raises CheckpointError where the folder's config.json cannot be read, ConfigError for an unknown model.
     """
     try:
-        found = read_json(folder / CONFIG)
+        result = read_json(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no Transformers folder: its {CONFIG} cannot be read ({error}).") from error
-    text = json.dumps(found, sort_keys=True)
+    text = json.dumps(result, sort_keys=True)
     return {"family": FAMILY, "folder": str(folder.resolve()), "config_json": text, **sizes_of(config_of(text))}
 
 
@@ -51,8 +51,8 @@ def config_of(text: str, layers: int | None = None) -> Any:
     if layers is not None:
         config.num_hidden_layers = layers
         for name in LAYERS:
-            if isinstance(found := getattr(config, name, None), list):
-                setattr(config, name, found[:layers])
+            if isinstance(result := getattr(config, name, None), list):
+                setattr(config, name, result[:layers])
     return config
 
 
@@ -84,8 +84,8 @@ def sizes_of(config: Any) -> dict[str, Any]:
 def dtype_of(text: str) -> str | None:
     """The dtype that a config.json names; None, none."""
     table = json.loads(text)
-    found = table.get("dtype") or table.get("torch_dtype")
-    return found if isinstance(found, str) else None
+    result = table.get("dtype") or table.get("torch_dtype")
+    return result if isinstance(result, str) else None
 
 
 def config_number(config: Any, *names: str) -> int | None:

@@ -11,7 +11,7 @@ from ...errors import ConfigError
 
 PROPERTIES: tuple[Any, ...] = (Tensor.shape, Tensor.dtype, Tensor.device, Tensor.ndim, Tensor.requires_grad, Tensor.layout)
 READ = frozenset(
-    (*(one.__get__ for one in PROPERTIES), Tensor.size, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
+    (*(item.__get__ for item in PROPERTIES), Tensor.size, Tensor.dim, Tensor.__len__, Tensor.is_floating_point),
 )
 """What may be asked of a stand-in."""
 
@@ -27,9 +27,9 @@ class StandIn(Tensor):
     @classmethod
     def of(cls, stream: Tensor, rows: int) -> StandIn:
         """Of as many rows; holds no memory."""
-        found: StandIn = cls._make_subclass(cls, stream.detach().new_empty(1).expand(rows, *stream.shape[1:]))
-        found.stream = stream
-        return found
+        result: StandIn = cls._make_subclass(cls, stream.detach().new_empty(1).expand(rows, *stream.shape[1:]))
+        result.stream = stream
+        return result
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,28 +51,28 @@ class StandsIn:
     def apply(self, module: nn.Module, linears: list[nn.Module]) -> None:
         """Register them on a module, and on its linear layers that leave the stream."""
         module.register_forward_pre_hook(self._give, with_kwargs=True)
-        for one in linears:
-            one.register_forward_pre_hook(_take)
+        for linear in linears:
+            linear.register_forward_pre_hook(_take)
 
     def _give(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        stream = next((one for one in (*args, *kwargs.values()) if _is_stream(one)), None)
+        stream = next((argument for argument in (*args, *kwargs.values()) if _is_stream(argument)), None)
         if stream is None:
             return args, kwargs
         rows = len(stream) * self.stream // self.heads
 
-        def given(one: Any) -> Any:
-            if isinstance(one, tuple):
-                return tuple(map(given, one))
-            if one is stream:
-                return StandIn.of(one, rows)
-            return one[:1] if isinstance(one, Tensor) and one.dim() > 1 and len(one) == len(stream) else one
+        def given(tensor: Any) -> Any:
+            if isinstance(tensor, tuple):
+                return tuple(map(given, tensor))
+            if tensor is stream:
+                return StandIn.of(tensor, rows)
+            return tensor[:1] if isinstance(tensor, Tensor) and tensor.dim() > 1 and len(tensor) == len(stream) else tensor
 
-        return tuple(map(given, args)), {name: given(one) for name, one in kwargs.items()}
+        return tuple(map(given, args)), {name: given(item) for name, item in kwargs.items()}
 
 
-def _is_stream(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.dim() == 3 and one.is_floating_point()
+def _is_stream(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.dim() == 3 and tensor.is_floating_point()
 
 
 def _take(module: nn.Module, args: Any) -> Any:
-    return tuple(one.stream if isinstance(one, StandIn) else one for one in args)
+    return tuple(argument.stream if isinstance(argument, StandIn) else argument for argument in args)

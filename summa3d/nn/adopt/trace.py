@@ -80,7 +80,7 @@ class _Trace(TorchFunctionMode):
         """The number of a module's call, a tensor → the module, that tensor, and the first linear layers that it gave it to."""
 
     def refuse(self, what: str, error: Exception | None = None) -> NoReturn:
-        where = next((one.name for one in reversed(self.inside) if one.name), "the module")
+        where = next((item.name for item in reversed(self.inside) if item.name), "the module")
         raise ConfigError(f"{where}: {what}") from error
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -95,26 +95,26 @@ class _Trace(TorchFunctionMode):
         if not outs or not tensors:
             return out
         place: str | None
-        used = [self.names[id(one)] for one in tensors if id(one) in self.names]
+        used = [self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names]
         if func is functional.linear and used:
             place, used = self._linear(args, kwargs, used[0]), []
         elif func is functional.embedding and used:
             place, used = self._embedding(args, kwargs, used[0], outs[0]), []
         else:
             place = self._joined(tensors, name)
-            if not any(one.is_norm for one in self.inside):
+            if not any(entry.is_norm for entry in self.inside):
                 self._check(name, place, args, kwargs, tensors)
-        derived = frozenset(used).union(*(getattr(one, "_of", ()) for one in tensors))
+        derived = frozenset(used).union(*(getattr(tensor, "_of", ()) for tensor in tensors))
         if place in SPLIT:
-            for one in derived:
-                self.found.places.setdefault(one, set()).add(place)
-        for one in outs:
-            one._place, one._of = place, frozenset() if place in SPLIT else derived
+            for item in derived:
+                self.found.places.setdefault(item, set()).add(place)
+        for item in outs:
+            item._place, item._of = place, frozenset() if place in SPLIT else derived
         return out
 
     def _joined(self, tensors: list[Tensor], name: str) -> str | None:
         """The place of what is computed of these tensors."""
-        places = {getattr(one, "_place", None) for one in tensors}
+        places = {getattr(tensor, "_place", None) for tensor in tensors}
         split = {place for place in places if place in SPLIT}
         if split == {FLAT, HEADS}:
             split = {HEADS}
@@ -170,7 +170,7 @@ class _Trace(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
         ndim = tensors[0].dim()
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-        if any(one in (None, -1, ndim - 1) for one in dims):
+        if any(dim in (None, -1, ndim - 1) for dim in dims):
             self.refuse(f"{name} reduces {place} over its last dim, which axes split: only norms and linear layers can.")
 
 
@@ -179,8 +179,8 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
-        for one in value:
-            yield from tensors_of(one)
+        for item in value:
+            yield from tensors_of(item)
     elif isinstance(value, dict):
         yield from tensors_of(tuple(value.values()))
 
@@ -195,24 +195,24 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     linear layer without a role, tensors joined that are split in different ways, a reduction over a split dim, a decision by a
     value, dropout; and for what its own code raises.
     """
-    metas = {name: one.detach().to("meta") for name, one in (*module.named_parameters(), *module.named_buffers())}
+    metas = {name: parameter.detach().to("meta") for name, parameter in (*module.named_parameters(), *module.named_buffers())}
     parameters = {name for name, _ in module.named_parameters()}
-    names = {id(one): name for name, one in metas.items() if name in parameters}
-    modules = {id(one): name for name, one in module.named_modules()}
-    tracer, training, numbers = _Trace(names, roles), {one: one.training for one in module.modules()}, count()
+    names = {id(meta): name for name, meta in metas.items() if name in parameters}
+    modules = {id(entry): name for name, entry in module.named_modules()}
+    tracer, training, numbers = _Trace(names, roles), {entry: entry.training for entry in module.modules()}, count()
 
-    def enter(one: nn.Module, given: Any) -> None:
-        is_a_norm = is_norm(one)
-        tracer.inside.append(_Call(modules.get(id(one), ""), is_a_norm, next(numbers)))
+    def enter(module: nn.Module, given: Any) -> None:
+        is_a_norm = is_norm(module)
+        tracer.inside.append(_Call(modules.get(id(module), ""), is_a_norm, next(numbers)))
         if is_a_norm and given and getattr(given[0], "_place", None) in SPLIT:
-            tracer.found.norms[modules[id(one)]] = given[0]._place, given[0].shape[-1]
+            tracer.found.norms[modules[id(module)]] = given[0]._place, given[0].shape[-1]
 
-    def leave(one: nn.Module, given: Any, out: Any) -> None:
+    def leave(module: nn.Module, given: Any, out: Any) -> None:
         tracer.inside.pop()
 
     args = inputs if isinstance(inputs, tuple) else ()
     kwargs = {} if isinstance(inputs, tuple) else dict(inputs)
-    args, kwargs = tuple(_placed(one) for one in args), {name: _placed(one) for name, one in kwargs.items()}
+    args, kwargs = tuple(_placed(argument) for argument in args), {name: _placed(entry) for name, entry in kwargs.items()}
     hooks: list[Any] = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
         with torch.no_grad(), tracer:
@@ -226,8 +226,8 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     finally:
         for hook in hooks:
             hook.remove()
-        for one, mode in training.items():
-            one.training = mode
+        for item, mode in training.items():
+            item.training = mode
     return tracer.found
 
 

@@ -66,8 +66,8 @@ class RingMoves:
                     moving[place].leaving.wait()  # from the memory that the next hop takes
                     moving[place] = self._pass(part.of(block), part.of(coming), KEYS)
                 yield source, part, part.of(block)
-        for one in moving:
-            one.leaving.wait()
+        for item in moving:
+            item.leaving.wait()
 
     def add_gradients(self, kv: Tensor, add: Add) -> Tensor:
         """Call `add` for every member's block, and return the gradients of the own one, summed over the members."""

@@ -49,7 +49,7 @@ def parts_of(block: Tensor) -> list[BlockPart]:
 
 def _cut(size: int, parts: int) -> list[slice]:
     """Consecutive slices of a dim, whose sizes differ by 1 at most."""
-    stops, found = 0, []
-    for one in split_sizes(size, parts):
-        found.append(slice(stops, stops := stops + one))
-    return found
+    stops, result = 0, []
+    for item in split_sizes(size, parts):
+        result.append(slice(stops, stops := stops + item))
+    return result

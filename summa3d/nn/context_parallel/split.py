@@ -91,24 +91,24 @@ class ContextSplit:
         half = block // 2 if self.folded else block
         starts = [self.turn * half, (2 * self.rings - 1 - self.turn) * half][: 1 + self.folded]
         first = self.index % self.heads * own
-        found: list[range] = []
+        result: list[range] = []
         for place, start in enumerate(starts):
             low, high = max(first, place * half), min(first + own, (place + 1) * half)
             if low < high:
                 run = range(start + low - place * half, start + high - place * half)
-                follows = bool(found) and found[-1].stop == run.start
-                found[-1:] = [range(found[-1].start, run.stop)] if follows else [*found[-1:], run]
-        return tuple(found)
+                follows = bool(result) and result[-1].stop == run.start
+                result[-1:] = [range(result[-1].start, run.stop)] if follows else [*result[-1:], run]
+        return tuple(result)
 
     def runs_of(self, part: slice, sequence: int) -> tuple[range, ...]:
         """The global positions of the local positions `part`, where the whole sequence has `sequence` positions."""
-        found, before = [], 0
+        result, before = [], 0
         for run in self.runs(sequence):
             low, high = max(part.start - before, 0), min(part.stop - before, len(run))
             if low < high:
-                found.append(run[low:high])
+                result.append(run[low:high])
             before += len(run)
-        return tuple(found)
+        return tuple(result)
 
     def owner(self, position: int, sequence: int) -> tuple[int, int]:
         """The context that holds a global position, and its local position there."""

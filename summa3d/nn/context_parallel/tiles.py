@@ -62,10 +62,10 @@ def gradients(
         mask = _additive(allowed & _triangle(q, k) if diagonal else allowed, q.dtype)
     if q.is_cuda:
         return _plain_gradients(grad, q, k, v, out, sums, diagonal and mask is None, mask)
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+    result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, sums, 0.0, diagonal and mask is None, attn_mask=mask
     )
-    return found
+    return result
 
 
 def _triangle(q: Tensor, k: Tensor) -> Tensor:
@@ -222,12 +222,12 @@ class GradientSum:
         own = _from(tile.keys, part.positions.start)
         (k, v), totals = kv[:, :, own].unbind(3), of_kv[:, :, own].unbind(3)
         met = part.rows, _times(part.heads, self.shared), tile.queries
-        grad, q, out, sums, total = (one[met] for one in (self.grad, self.q, self.out, self.sums, self.of_q))
+        grad, q, out, sums, total = (item[met] for item in (self.grad, self.q, self.out, self.sums, self.of_q))
         for piece in pieces_of(q, k, tile.diagonal):
             of_q, of_k = (piece.rows, piece.heads, piece.queries), (piece.rows, piece.kv_heads, piece.keys)
             given = (grad[of_q], q[of_q], k[of_k], v[of_k], out[of_q], sums[of_q])
-            found, *of_block = gradients(*given, piece.diagonal, _of_piece(allowed, part, piece))
-            total[of_q] += found
+            result, *of_block = gradients(*given, piece.diagonal, _of_piece(allowed, part, piece))
+            total[of_q] += result
             for summed, summand in zip(totals, of_block, strict=True):
                 summed[of_k] += summand
             IN_FLIGHT.advance()

@@ -98,8 +98,8 @@ class MoE(nn.Module):
             self.trained[self.context.state.key] = self.counts  # a forward that runs a second time is counted once
         plan = plan_dispatch(everyone, self.plane, self.axis.index)
         take = choices.flatten().argsort(stable=True)[torch.from_numpy(plan.take).to(x.device)]
-        found = self._returned(self._experts_of(self._sent(flat, take, plan), plan), take, plan, len(flat))  # [t, k, h/Z]
-        chosen = torch.bmm(routing.weights.to(x.dtype)[:, None], found).view_as(x)
+        result = self._returned(self._experts_of(self._sent(flat, take, plan), plan), take, plan, len(flat))  # [t, k, h/Z]
+        chosen = torch.bmm(routing.weights.to(x.dtype)[:, None], result).view_as(x)
         if self.shared is None or self.shared_gate is None:
             return chosen
         rows = self.context.scheme.rows(batch.rows, batch.sequence)
@@ -228,13 +228,13 @@ class MoE(nn.Module):
     def _experts_of(self, rows: Tensor, plan: DispatchPlan) -> Tensor:
         """The experts of this rank's group, each of its own rows, in one tensor of all."""
         experts, blocks = self.experts[self.plane.own(self.group)], rows.split(plan.blocks)
-        found, unused = list[Tensor](), list[Tensor]()
+        result, unused = list[Tensor](), list[Tensor]()
         for expert, block, total in zip(experts, blocks, plan.totals, strict=True):
             if total or self.shared_weights:  # whose gathers all replicas take part in, with tokens or without
-                found.append(self._tiled(expert, block, total) if self.config.moe.tile else expert(block, total))
+                result.append(self._tiled(expert, block, total) if self.config.moe.tile else expert(block, total))
             else:
                 unused += [weight for part in expert.modules() for weight in part._parameters.values() if weight is not None]
-        whole = torch.cat(found) if found else rows
+        whole = torch.cat(result) if result else rows
         return _Unused.apply(whole, *unused) if unused else whole
 
     def _tiled(self, expert: nn.Module, block: Tensor, total: int) -> Tensor:
@@ -242,7 +242,7 @@ class MoE(nn.Module):
         tile, parts = self.config.moe.tile or 1, self.plane.parts
         tiles = max(1, -(-total // (parts * tile)))
         padded = functional.pad(block, (0, 0, 0, tiles * tile - len(block)))
-        return torch.cat([expert(one, parts * tile) for one in padded.split(tile)])[: len(block)]
+        return torch.cat([expert(item, parts * tile) for item in padded.split(tile)])[: len(block)]
 
 
 def expert_axis(context: Context) -> Axis:

@@ -25,16 +25,16 @@ class TokenMask:
     @property
     def device(self) -> torch.device | None:
         """Return where its tensors lie."""
-        return next((one.device for one in (self.documents, self.tokens) if one is not None), None)
+        return next((item.device for item in (self.documents, self.tokens) if item is not None), None)
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """True where a query attends to a key, [b/(XZ), 1, queries, keys], for positions of queries and of keys."""
-        found = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=queries.device)
+        result = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=queries.device)
         if self.documents is not None:
-            found = self.documents[:, None, queries, None] == self.documents[:, None, None, keys]
+            result = self.documents[:, None, queries, None] == self.documents[:, None, None, keys]
         if self.tokens is not None and self.blind is not None:
-            found = found & self.tokens[:, None, None, keys] | self.blind[:, None, queries, None]
-        return found.expand(-1, -1, len(queries), len(keys))
+            result = result & self.tokens[:, None, None, keys] | self.blind[:, None, queries, None]
+        return result.expand(-1, -1, len(queries), len(keys))
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ class Dropout(nn.Module):
             whole[1] *= contexts.size
             runs = {0: contexts.runs_of(rest[0], whole[1])}
         held = [[rows], *([part] for part in rest)]
-        for dim, found in runs.items():
-            held[1 + dim] = [slice(run.start, run.stop) for run in found]
+        for dim, result in runs.items():
+            held[1 + dim] = [slice(run.start, run.stop) for run in result]
         pieces = [list(piece) for piece in product(*held)]
         if len(pieces) == 1:
             return self._dropped(x, whole, pieces[0], batch, residual, bias)

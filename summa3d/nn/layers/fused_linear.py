@@ -34,7 +34,7 @@ class FusedLinear:
         if not can_join(*linears):
             raise LayoutError(_misfit(linears, num_shards))
         self.together = 1 if _are_even(linears) else sum(linear.together for linear in linears)
-        columns = (Layout(one.output_layout.dims[-1], grains=one.output_layout.grains[-1:]) for one in linears)
+        columns = (Layout(linear.output_layout.dims[-1], grains=linear.output_layout.grains[-1:]) for linear in linears)
         blocks = (layout.local_shape((linear.n,), shape, at) for layout, linear in zip(columns, linears, strict=True))
         self._widths = [width for (width,) in blocks]
         self._runs = num_shards // first.weight.sharding.layout.num_shards(1, shape)
@@ -45,8 +45,8 @@ class FusedLinear:
 
     def _new_product(self, rows: int | UnevenRows) -> Product:
         n, k = sum(linear.n for linear in self.linears), self.linears[0].k
-        found = self.context.product(self.layout, "nn", rows, n, k, self._source, together=self.together)
-        return found if self._agreed is None else found.agreeing_with(self._agreed)
+        result = self.context.product(self.layout, "nn", rows, n, k, self._source, together=self.together)
+        return result if self._agreed is None else result.agreeing_with(self._agreed)
 
     def compare_once(self) -> None:
         """As `Linear.compare_once`."""

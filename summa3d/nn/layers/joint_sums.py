@@ -58,7 +58,9 @@ class JointSums:
             summed: VectorSum | None = getattr(layer, "vector_sum", None)
             if summed is not None and summed.rows.size > 1:
                 plane = tuple(axis for axis in summed.rows.names if shape[axis] > 1)
-                vectors = (name for name, one in layer._parameters.items() if one is not None and one.dim() == 1)
+                vectors = (
+                    name for name, parameter in layer._parameters.items() if parameter is not None and parameter.dim() == 1
+                )
                 groups.setdefault(plane, []).extend((summed, (layer, name)) for name in vectors)
         self._groups = [group for group in groups.values() if len(group) > 1]
 

@@ -81,8 +81,8 @@ class Linear(ShardedModule):
 
     def _new_product(self, rows: int | UnevenRows) -> Product:
         form, layout = "nt" if self.transposed else "nn", self.input_layout
-        found = self.context.product(layout, form, rows, self.n, self.k, self._source, self.transposed, self.together)
-        return found if self._agreed is None else found.agreeing_with(self._agreed)
+        result = self.context.product(layout, form, rows, self.n, self.k, self._source, self.transposed, self.together)
+        return result if self._agreed is None else result.agreeing_with(self._agreed)
 
     def compare_once(self) -> None:
         """Compare calls between ranks at the first number of rows alone: they know of another that it is the same on all.

@@ -112,8 +112,8 @@ class GatedMLP(nn.Module):
 
     def compare_once(self) -> None:
         """As `Linear.compare_once`."""
-        for one in (self.gate, self.up) if self.joined is None else (self.joined,):
-            one.compare_once()
+        for item in (self.gate, self.up) if self.joined is None else (self.joined,):
+            item.compare_once()
         self.down.compare_once()
 
 

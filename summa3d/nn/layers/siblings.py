@@ -89,8 +89,8 @@ class Siblings:
 
     def _lend(self, siblings: Siblings | None) -> None:
         self._made = None
-        for one in self.linears:
-            one.siblings = siblings
+        for linear in self.linears:
+            linear.siblings = siblings
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._lend(self)
@@ -101,17 +101,17 @@ class Siblings:
 
     def _places(self) -> list[tuple[int, WeightPlace]]:
         """The weights and biases: whose they are, and where they are stored."""
-        names = [name for name, one in self.linears[0]._parameters.items() if one is not None]
-        return [(index, (one, name)) for index, one in enumerate(self.linears) for name in names]
+        names = [name for name, parameter in self.linears[0]._parameters.items() if parameter is not None]
+        return [(index, (linear, name)) for index, linear in enumerate(self.linears) for name in names]
 
     def part(self, linear: Linear, x: Tensor) -> Tensor | None:
         """This layer's part of the product of x; None where it is to make a product of its own."""
         weights: list[Any] = [module._parameters[name] for _, (module, name) in self._places()]
-        if not isinstance(x, Tensor) or x.dim() < 2 or any(one.is_inference() for one in (x, *weights)):
+        if not isinstance(x, Tensor) or x.dim() < 2 or any(item.is_inference() for item in (x, *weights)):
             return None  # of tensors without versions a change is not seen
         if self._recording != _recording():
             return None
-        place, versions = self.linears.index(linear), [one._version for one in (x, *weights)]  # type: ignore[arg-type]
+        place, versions = self.linears.index(linear), [item._version for item in (x, *weights)]  # type: ignore[arg-type]
         if self._made is None:
             self._made = _Made(x, weights, versions, self._multiply(x, weights))
         made = self._made
@@ -124,7 +124,7 @@ class Siblings:
     def _multiply(self, x: Tensor, weights: Sequence[Tensor]) -> dict[int, Tensor]:
         used, stored = set[int](), self._places()
         asked = [_Weight.apply(used, place, weight) for (place, _), weight in zip(stored, weights, strict=True)]
-        with weights_in([one for _, one in stored], asked):
+        with weights_in([item for _, item in stored], asked):
             return {place: _Part.apply(used, place, part) for place, part in enumerate(self.joined(x))}
 
 

@@ -147,8 +147,8 @@ class Body(ShardedModule, ABC):
         for start in range(first, last, self.recomputed_layers):
             blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
             x, *term = recompute(partial(stretch, blocks), [x], blocks, self.context.copies if self.distributed_inputs else None)
-            for one in term:
-                self.context.state.add_term(one)
+            for item in term:
+                self.context.state.add_term(item)
         return x
 
     def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
@@ -342,5 +342,5 @@ class LanguageModel(Body):
         here = self.context.tokens_at(self.norm(x), place, batch.sequence)
         logits = head.head(here, layouts.pooled, rows=batch.rows)
         shape = (batch.rows, self.config.vocabulary)
-        found = collect(logits, self.context.grid, layouts.after_linear(layouts.pooled), shape)
-        return found if contexts.size == 1 else self.context.whole["cp"].broadcast(found.contiguous(), owner)
+        result = collect(logits, self.context.grid, layouts.after_linear(layouts.pooled), shape)
+        return result if contexts.size == 1 else self.context.whole["cp"].broadcast(result.contiguous(), owner)

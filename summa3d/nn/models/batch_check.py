@@ -11,10 +11,14 @@ from ...errors import DataError, ShapeError
 
 def check_tensors(**given: object) -> None:
     """Raise ShapeError for what is no tensor of torch whose elements lie in order."""
-    for name, one in given.items():
-        if not isinstance(one, Tensor) or one.layout is not torch.strided:
+    for name, item in given.items():
+        if not isinstance(item, Tensor) or item.layout is not torch.strided:
             what = (
-                "missing" if one is None else f"of layout {one.layout}" if isinstance(one, Tensor) else f"a {type(one).__name__}"
+                "missing"
+                if item is None
+                else f"of layout {item.layout}"
+                if isinstance(item, Tensor)
+                else f"a {type(item).__name__}"
             )
             raise ShapeError(f"{name} is {what}; a model takes dense tensors of torch.")
 

@@ -60,7 +60,7 @@ class GroupProduct:
     def __init__(self, plan: OwnersPlan, grid: BaseGrid, member: int) -> None:
         self._plan, whole = plan, grid.whole
         group = plan.groups[plan.group_of(member)]
-        ranks = [whole.rank_of({**whole.coordinates, **plan.members[one]}) for one in group]
+        ranks = [whole.rank_of({**whole.coordinates, **plan.members[item]}) for item in group]
         self._bound: dict[tuple[int, int], Iteration] = {}
         for number in plan.owned_by(member):
             product = plan.products[number]
@@ -76,12 +76,12 @@ class GroupProduct:
         how = self._plan.how
         squares = torch.stack([torch.linalg.vector_norm(part).double().square() for part in parts.values()])
         norms = self._axis.all_reduce(squares).sqrt().clamp(min=how.eps)
-        found = dict[int, Tensor]()
+        result = dict[int, Tensor]()
         for (number, part), norm in zip(parts.items(), norms, strict=True):
             inputs, outputs = self._plan.matrices[number].shape
             is_wide = inputs <= outputs
             x = ((part if is_wide else part.mT) / norm.to(part.dtype)).contiguous()
             for _ in range(how.steps):
                 x = self._bound[tuple(sorted((inputs, outputs)))].run(x, how.coefficients)  # type: ignore[index]
-            found[number] = x if is_wide else x.mT
-        return found
+            result[number] = x if is_wide else x.mT
+        return result

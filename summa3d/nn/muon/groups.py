@@ -150,10 +150,10 @@ def grouped(shapes: Sequence[tuple[int, int]], members: int, how: NewtonSchulz, 
         arithmetic = max(_loads(shapes, _owners(shapes, members // size, how), members // size, how)) / size
         if size > LARGEST or arithmetic * _flop_seconds(dtype) > GAIN * best.seconds:
             continue
-        found = _grouping(shapes, members, size, how, dtype)
-        if found.seconds >= best.seconds:
+        result = _grouping(shapes, members, size, how, dtype)
+        if result.seconds >= best.seconds:
             break
-        best = found
+        best = result
     return best
 
 
@@ -192,7 +192,7 @@ def dealt(work: Sequence[int], members: int) -> tuple[int, ...]:
     """
     loads = [(0, member) for member in range(members)]
     owners = [0] * len(work)
-    for number in sorted(range(len(work)), key=lambda one: -work[one]):
+    for number in sorted(range(len(work)), key=lambda item: -work[item]):
         load, owners[number] = loads[0]
         heapq.heapreplace(loads, (load + work[number], owners[number]))
     return tuple(owners)

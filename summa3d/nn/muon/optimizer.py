@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
             for place, p in enumerate(p for group in self.param_groups for p in group["params"])
         }
         grid = self._checked_grid(ranks)
-        cut = [one for name, p in self._parameters.items() for one in matrices_of(name, p.sharding, p.joined)]
+        cut = [item for name, p in self._parameters.items() for item in matrices_of(name, p.sharding, p.joined)]
         how = NewtonSchulz(ns_coefficients, ns_steps, eps, dtype)
         self._owners = MatrixOwners(cut, grid, how, next(iter(self._parameters.values())).dtype, ranks)
         self._shapes = {matrix.weight: matrix.shape for matrix in self._owners.plan.matrices}
@@ -115,12 +115,12 @@ class Muon(torch.optim.Optimizer):
         loss = closure_loss(closure)
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         mine = {name: self._parameters[name] for name in self._shapes}
-        found = self._owners.orthogonalised({name: self._averaged(p, groups[id(p)]) for name, p in mine.items()})
+        result = self._owners.orthogonalised({name: self._averaged(p, groups[id(p)]) for name, p in mine.items()})
         for name, p in mine.items():
             if p.grad is not None:
                 group = groups[id(p)]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(found[name], alpha=-group["lr"] * self._scale(*self._shapes[name]))
+                p.add_(result[name], alpha=-group["lr"] * self._scale(*self._shapes[name]))
         return loss
 
     def _averaged(self, p: ShardedParameter, group: Mapping[str, Any]) -> Tensor:

@@ -29,7 +29,7 @@ class Message:
 
     def __init__(self, pieces: Iterable[tuple[int, int, Piece]], members: int) -> None:
         self.sizes, self.slots, self.words = [0] * members, dict[int, list[tuple[Piece, slice]]](), 0
-        for other, number, piece in sorted(pieces, key=lambda one: one[:2]):
+        for other, number, piece in sorted(pieces, key=lambda item: item[:2]):
             self.sizes[other] += piece.words
             self.slots.setdefault(number, []).append((piece, slice(self.words, self.words + piece.words)))
             self.words += piece.words
@@ -57,13 +57,13 @@ class MatrixOwners:
         own = plan.owned_by(here)
         collected = [(piece.sender, number, piece) for number in own for piece in plan.collected(here, number)]
         self._kept = {number: piece for sender, number, piece in collected if sender == here}
-        self._takes = Message((one for one in collected if one[0] != here), members)
+        self._takes = Message((item for item in collected if item[0] != here), members)
         given = ((piece.receiver, number, piece) for number in every for piece in plan.sent_by(here, number))
-        self._gives = Message((one for one in given if one[0] != here), members)
+        self._gives = Message((item for item in given if item[0] != here), members)
         got = ((piece.receiver, number, piece) for number in every for piece in plan.held_by(here, number))
-        self._gets = Message((one for one in got if one[0] != here), members)
+        self._gets = Message((item for item in got if item[0] != here), members)
         delivered = ((piece.sender, number, piece) for number in own for piece in plan.delivered(here, number))
-        self._returns = Message((one for one in delivered if one[0] != here), members)
+        self._returns = Message((item for item in delivered if item[0] != here), members)
         self._parts = {number: plan.part_of(here, number) for number in own}
         self._batches = _batches([(number, plan.matrices[number].shape) for number in own])
         self._group = GroupProduct(plan, grid, here) if plan.size > 1 and own else None
@@ -80,18 +80,18 @@ class MatrixOwners:
         like = like.new_empty(0, dtype=self.how.dtype or like.dtype)
         names = {number: matrix.weight for number, matrix in enumerate(self.plan.matrices)}
         arrived = self._exchange(self.plan.collects, self._gives, self._takes, lambda number: blocks[names[number]], like)
-        found = {name: torch.empty_like(block, dtype=like.dtype) for name, block in blocks.items()}
+        result = {name: torch.empty_like(block, dtype=like.dtype) for name, block in blocks.items()}
         compute = self._alone if self._group is None else self._together
         results = compute({number: blocks[names[number]] for number in self._parts}, arrived, like)
         del arrived
         for number, part in results.items():
             if number in self._kept:
-                put(found[names[number]], self._kept[number].take, taken(part, self._kept[number].put))
+                put(result[names[number]], self._kept[number].take, taken(part, self._kept[number].put))
         returned = self._exchange(self.plan.returns, self._returns, self._gets, results.__getitem__, like, from_matrix=True)
         for number, slots in self._gets.slots.items():
             for piece, slot in slots:
-                put(found[names[number]], piece.take, returned[slot].view(piece.shape))
-        return found
+                put(result[names[number]], piece.take, returned[slot].view(piece.shape))
+        return result
 
     def _alone(self, blocks: Mapping[int, Tensor], arrived: Tensor, like: Tensor) -> dict[int, Tensor]:
         """The results of whole matrices, which this rank owns alone, in batches of a shape."""
@@ -142,8 +142,8 @@ class MatrixOwners:
 
 def _batches(mine: Sequence[tuple[int, tuple[int, int]]]) -> list[list[int]]:
     """The matrices of each shape, in batches of `BATCH` elements at most, or of one matrix."""
-    found = []
-    for shape, same in itertools.groupby(sorted(mine, key=lambda one: one[1]), key=lambda one: one[1]):
+    result = []
+    for shape, same in itertools.groupby(sorted(mine, key=lambda item: item[1]), key=lambda item: item[1]):
         numbers, many = [number for number, _ in same], max(1, BATCH // prod(shape))
-        found += [numbers[first : first + many] for first in range(0, len(numbers), many)]
-    return found
+        result += [numbers[first : first + many] for first in range(0, len(numbers), many)]
+    return result

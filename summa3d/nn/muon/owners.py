@@ -60,14 +60,14 @@ class OwnersPlan:
         axes = tuple(axis for axis in grid.shape if axis != "pp")
         points = itertools.product(*(range(grid.shape[axis]) for axis in axes))
         members = tuple({**grid.coordinates, **dict(zip(axes, point, strict=True))} for point in points)
-        held = tuple(one for one in matrices if _is_of_stage(one.held.layout, grid.coordinates))
-        found = grouped([one.shape for one in held], len(members), how, dtype, ranks)
-        order, size = list(range(len(members))), found.size
+        held = tuple(matrix for matrix in matrices if _is_of_stage(matrix.held.layout, grid.coordinates))
+        result = grouped([item.shape for item in held], len(members), how, dtype, ranks)
+        order, size = list(range(len(members))), result.size
         if size > 1:  # neighbours compute together
             order.sort(key=lambda member: grid.rank_of(members[member]))
         groups = tuple(tuple(order[first : first + size]) for first in range(0, len(order), size))
-        products = tuple(group_plan(*sorted(one.shape), size, dtype) if size > 1 else None for one in held)
-        return cls(held, axes, members, grid.shape, groups, found.owners, products, how)
+        products = tuple(group_plan(*sorted(item.shape), size, dtype) if size > 1 else None for item in held)
+        return cls(held, axes, members, grid.shape, groups, result.owners, products, how)
 
     # -- who holds and computes what ------------------------------------------------------------------------------------------
 
@@ -105,10 +105,10 @@ class OwnersPlan:
         """Each block of a matrix's weight, and the members that hold it."""
         held = self.matrices[number].held
         if held not in self._holders:
-            found = self._holders[held] = {}
+            result = self._holders[held] = {}
             for member, block in enumerate(self._blocks_of(held)):
                 if block is not None:
-                    found.setdefault(block, []).append(member)
+                    result.setdefault(block, []).append(member)
         return self._holders[held]
 
     def sender_of(self, number: int, block: Extent, owner: int) -> int:
@@ -186,12 +186,12 @@ class OwnersPlan:
 
     def _blocks_of(self, held: Sharding) -> list[Extent | None]:
         if held not in self._blocks:
-            found: list[Extent | None] = []
+            result: list[Extent | None] = []
             for at in self.members:
                 rows, columns = held.layout.slices(held.shape, self.shape, at)
                 block = (rows.start, rows.stop), (columns.start, columns.stop)
-                found.append(block if rows.start < rows.stop and columns.start < columns.stop else None)
-            self._blocks[held] = found
+                result.append(block if rows.start < rows.stop and columns.start < columns.stop else None)
+            self._blocks[held] = result
         return self._blocks[held]
 
     def _piece(self, number: int, block: Extent, holder: int, owner: int) -> Iterator[Piece]:
@@ -211,13 +211,13 @@ def _between(runs: Runs, first: int, last: int) -> Runs:
     >>> _between((slice(0, 4), slice(9, 12)), 3, 5)
     (slice(3, 4, None), slice(9, 10, None))
     """
-    found, before = [], 0
+    result, before = [], 0
     for run in runs:
         start, stop = max(run.start, run.start + first - before), min(run.stop, run.start + last - before)
         if start < stop:
-            found.append(slice(start, stop))
+            result.append(slice(start, stop))
         before += run.stop - run.start
-    return tuple(found)
+    return tuple(result)
 
 
 def _is_of_stage(layout: Layout, at: Mapping[str, int]) -> bool:

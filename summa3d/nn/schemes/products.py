@@ -39,8 +39,8 @@ class LaidOutProduct:
         names = plan.a_names, plan.b_names, "mn"
         self.sizes: dict[str, int] = {"m": plan.m, "n": plan.n, "k": plan.k}
         self.axes = [dict(zip(dims, layout.dims, strict=True)) for dims, (layout, _) in zip(names, plan.stored, strict=True)]
-        both = {dim: tuple(one[dim] for one in self.axes if dim in one) for dim in self.sizes}
-        self.shared = {dim: tuple(axis for axis in one if axis in other) for dim, (one, other) in both.items()}
+        both = {dim: tuple(axis[dim] for axis in self.axes if dim in axis) for dim in self.sizes}
+        self.shared = {dim: tuple(axis for axis in item if axis in other) for dim, (item, other) in both.items()}
         self.panels = {dim: pair for dim, pair in both.items() if all(pair) and not self.shared[dim]}
         self.gathers = not self.panels and any(self.apart(A) + self.apart(B))
 
@@ -48,9 +48,9 @@ class LaidOutProduct:
         """The product on a rank that holds so many experts of a layer; the same where it is not theirs."""
         if not self.expert:
             return self
-        found, (a, b, c) = copy(self), self.factors
-        found.factors = a, b + (experts - 1) * self.expert, c
-        return found
+        result, (a, b, c) = copy(self), self.factors
+        result.factors = a, b + (experts - 1) * self.expert, c
+        return result
 
     def apart(self, operand: int) -> tuple[str, ...]:
         """The axes that split an operand, and not the work."""
@@ -105,8 +105,8 @@ def products_of(scheme: str, model: ModelConfig) -> tuple[LaidOutProduct, ...]:
     if not model.num_experts:
         return tuple(map(LaidOutProduct, plans))
     width, sent = model.matrices[-1][0], float(model.num_chosen + (model.shared_width > 0))
-    one, shared = (part / width for part in (model.expert_width, model.shared_width))
-    up, down = ((sent, one + shared, 1.0), one), ((1.0, one + shared, sent), one)
+    item, shared = (part / width for part in (model.expert_width, model.shared_width))
+    up, down = ((sent, item + shared, 1.0), item), ((1.0, item + shared, sent), item)
     return *map(LaidOutProduct, plans[:2]), LaidOutProduct(plans[2], *up), LaidOutProduct(plans[3], *down)
 
 

@@ -135,10 +135,10 @@ class Scheme:
         rows, columns = c_layout.dims
         names = layout.names and (*layout.names[:-1], "n")
         if is_sequence_fine(layout):
-            found = Layout(rows[:1], rows[1:], columns, names=names)
+            result = Layout(rows[:1], rows[1:], columns, names=names)
         else:
-            found = Layout(rows, *((),) * (len(layout.dims) - 2), columns, root_only=c_layout.root_only, names=names)
-        return found.grained(*((),) * (len(layout.dims) - 1), c_layout.grains[1]) if c_layout.grains else found
+            result = Layout(rows, *((),) * (len(layout.dims) - 2), columns, root_only=c_layout.root_only, names=names)
+        return result.grained(*((),) * (len(layout.dims) - 1), c_layout.grains[1]) if c_layout.grains else result
 
     def weight(self, layout: Layout, transposed: bool = False, together: int = 1) -> Layout:
         """The layout of the weight [k, n] of a linear layer whose input has `layout`.

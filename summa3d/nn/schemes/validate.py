@@ -44,14 +44,14 @@ def needs(spec: SchemeSpec, inner: Layout, config: ModelConfig, batch: int, sequ
     def split(dim: str, axes: tuple[str, ...]) -> str:
         return f"The residual stream's {dim} dim is split by {' then '.join(axes)} ({spec.title})."
 
-    found = [
+    result = [
         Need("batch", batch, outer.dims[0], split("batch", outer.dims[0])),
         Need("batch", batch, inner.dims[0], f"Attention holds whole sequences, split by {' then '.join(inner.dims[0])}."),
         Need("sequence", sequence, outer.dims[1], split("sequence", outer.dims[1])),
         Need("heads", config.heads, inner.dims[-1], f"Attention holds whole heads, split by {' then '.join(inner.dims[-1])}."),
         Need("hidden", config.hidden, outer.dims[-1], split("hidden", outer.dims[-1])),
     ]
-    return [need for need in found if need.axes]
+    return [need for need in result if need.axes]
 
 
 def check_sizes(
