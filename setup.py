@@ -61,7 +61,7 @@ setup(
         "summa3d.nn": ["models.toml"],
         "summa3d.train": ["configs/*.toml"],
         "summa3d.sweep": ["files/*.toml", "files/published/*.toml"],
-        "summa3d.plan": ["*.toml", "programs/*.toml"],
+        "summa3d.plan": ["programs/*.toml"],
         "summa3d.kernels": ["*.cu", "*.cuh", "*/*.cu", "*/*.cuh"],
     },
     install_requires=["numpy>=1.26", "mpi4py>=4.0", "threadpoolctl>=3.2", TOMLI],

@@ -97,7 +97,7 @@ def planned(group: Group, fix: tuple[str, ...], cluster: str) -> Plans:
 
 def run(found: list[Plans], group: Group) -> list[list[float]]:
     """The seconds of each measured step of each plan."""
-    peak = max(one.found.best[0].memory.total for one in found)
+    peak = max(one.result.best[0].memory.total for one in found)
     return [list(map(float, steps)) for steps in measure_on(group.ranks)([one.config() for one in found], peak)]
 
 

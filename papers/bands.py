@@ -59,7 +59,7 @@ def as_toml(rows: Sequence[MeasuredStep]) -> Iterator[str]:
 
 
 def off(row: MeasuredStep, left_out: bool = False) -> float:
-    """How far the measured seconds lie from the predicted ones, as a part of these.
+    """Return how far the measured seconds lie from the predicted ones, as a part of these.
 
     left_out : with the numbers from before the rows of its machine were seen
     """

@@ -81,7 +81,7 @@ def held(given: Mapping[str, Any], micro_batches: int) -> float:
 
 
 def report() -> dict[str, Any]:
-    """What `python -m papers choices --json` prints."""
+    """Return what `python -m papers choices --json` prints."""
     rows = choices()
     near = sum(row["rank"] is not None and row["behind"] <= 0.05 for row in rows)
     return {"paper": "choices", "rule": RULE, "rows": rows, "near": near, "of": len(rows)}

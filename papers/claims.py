@@ -63,7 +63,7 @@ def listed(values: Mapping[Any, float], digits: int = 0) -> str:
 
 
 def falls(values: Mapping[Any, float]) -> bool:
-    """Whether each value is less than the one before."""
+    """Return whether each value is less than the one before."""
     return all(later < earlier for earlier, later in pairwise(values.values()))
 
 
@@ -252,7 +252,7 @@ SOURCES: tuple[Callable[[], Iterator[Claim]], ...] = (
 
 
 def report() -> dict[str, Any]:
-    """What `python -m papers claims --json` prints: every claim, and how many of them hold."""
+    """Return what `python -m papers claims --json` prints: every claim, and how many of them hold."""
     found = [claim for source in SOURCES for claim in source()]
     return {
         "paper": "claims",

@@ -63,7 +63,7 @@ class ReportedNumber:
 
     @property
     def target(self) -> float:
-        """What the prediction is compared with."""
+        """Return what the prediction is compared with."""
         return self.reported if self.corrected is None else self.corrected
 
 

@@ -82,7 +82,7 @@ def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
 
 
 def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[str, Any]) -> UnorderedWork:
-    """What a row's blocks do for one sequence, on axes of the order and tile of `how`; of inference the forward."""
+    """Return what a row's blocks do for one sequence, on axes of the order and tile of `how`; of inference the forward."""
     setting = _setting(given, given["axes"], given["batch"], table["sequence"], dropout=0.1, tile=given.get("tile"))
     cell = edited(cells(setting)[BLOCK], PROGRAMS[given["profile"]].edits)
     order = how["order"].split(",") if "order" in how else None

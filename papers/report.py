@@ -15,7 +15,7 @@ COLUMNS = ("", "row", "reported", "corrected", "predicted", "error")
 
 
 def report(paper: Paper) -> dict[str, Any]:
-    """What `python -m papers NAME --json` prints: rows, and a summary of their errors, as fractions.
+    """Return what `python -m papers NAME --json` prints: rows, and a summary of their errors, as fractions.
 
     Rows are predicted with the numbers of the clusters' files. leave_one_out is the median error of each fitted row by a fit to
     the others; null where nothing is fitted.
@@ -97,7 +97,7 @@ def _choices(rows: Sequence[ReportedNumber], predicted: Sequence[float]) -> dict
 
 
 def _orderings(paper: Paper, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Which of two series is faster on the same number of ranks: as reported, and as predicted."""
+    """Return which of two series is faster on the same number of ranks: as reported, and as predicted."""
     of = {(row.series, row.ranks): (row.target, line["predicted"], row.name) for row, line in zip(paper.rows, rows, strict=True)}
     pairs = [
         (of[first, ranks], of[second, ranks])

@@ -23,7 +23,7 @@ SERIES: dict[str, tuple[str, dict[str, str], str]] = {
 
 
 def file_of(sweep: str) -> Path:
-    """Where the points of a sweep are kept."""
+    """Return where the points of a sweep are kept."""
     return FOLDER / "published" / f"{sweep}.toml"
 
 

@@ -20,6 +20,8 @@ RETIRED = (
     "hosted", "is_host", "is_owner", "owned", "ways", "handed_on", "sums_once", "traits", "picture", "Joined", "Kind",
     # of products and benches
     "contest", "Contest", "Racer", "SharedBlocks", "volume_2d",
+    # of locals, which have the noun of what they are
+    "found", "one",
 )  # fmt: skip
 """Identifiers that had a name of the field's own: none may return as a name in the sources."""
 

@@ -35,26 +35,26 @@ def cells(setting: Setting) -> dict[str, Cell]:
     communication has the words of that corner of the grid which has most: a gather along z of what y splits too, of the first
     along y and the last along z. A broadcast has those of its message: its root receives none.
     """
-    one = replace(setting, model=replace(setting.model, layers=1))
-    key = repr(one)
+    item = replace(setting, model=replace(setting.model, layers=1))
+    key = repr(item)
     if key not in _known:
-        _known[key] = _of_all_ranks(one)
+        _known[key] = _of_all_ranks(item)
     return _known[key]
 
 
-def _of_all_ranks(one: Setting) -> dict[str, Cell]:
+def _of_all_ranks(setting: Setting) -> dict[str, Cell]:
     from ..dry.rank_classes import even  # torch is imported where something is traced
 
-    first = _traced(one)
-    if even(one):
+    first = _traced(setting)
+    if even(setting):
         return {name: Cell(*map(with_messages, cell)) for name, cell in first.items()}
-    place, found = one.place(), first
+    place, result = setting.place(), first
     for corner in product(*({0, size - 1} for size in place.shape.values())):
         rank = place.rank_of(dict(zip(place.shape, corner, strict=True)))
         if rank:
-            other = _traced(replace(one, rank=rank))
-            found = {name: Cell(*map(largest, found[name], other[name])) for name in found}
-    return found
+            other = _traced(replace(setting, rank=rank))
+            result = {name: Cell(*map(largest, result[name], other[name])) for name in result}
+    return result
 
 
 def _traced(setting: Setting) -> dict[str, Cell]:

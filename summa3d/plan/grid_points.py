@@ -36,10 +36,10 @@ def grid_points(config: Config, ranks_per_node: int | None = None) -> Iterator[G
     for shape in SCHEME_SPECS[config.scheme].grids(inner):
         try:
             Scheme.of(config.scheme, shape).check_even(config.local_model, config.rows)
-            found = dry_run(config, {**shape, **outer}, ranks_per_node=ranks_per_node)
+            result = dry_run(config, {**shape, **outer}, ranks_per_node=ranks_per_node)
         except (GridError, LayoutError):  # the sizes do not fit that grid
             continue
-        yield GridPoint({**shape, **outer}, found.total_words, found.peak, found.bound)
+        yield GridPoint({**shape, **outer}, result.total_words, result.peak, result.bound)
 
 
 def draw_points(figure: Any, points: Sequence[GridPoint], title: str) -> None:

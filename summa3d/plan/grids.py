@@ -92,18 +92,18 @@ def asked_grids(text: str, config: Config, ranks: int, free: bool) -> list[Asked
     """
     if text == ALL:
         return list(_all(config, ranks, free))
-    found = []
-    for one in text.split(";"):
-        words = [word.strip() for word in one.split(",")]
+    result = []
+    for item in text.split(";"):
+        words = [word.strip() for word in item.split(",")]
         names = [word.removeprefix("scheme=") for word in words if word.startswith("scheme=")]
         sizes = grid_of(",".join(word for word in words if not word.startswith("scheme=")))
         if sizes is None or len(names) > 1 or not {*names} <= {*SCHEMES}:
             raise ConfigError(
-                f"--grids {one.strip()!r} is no grid; write all, or grids with semicolons between them, each perhaps with a "
+                f"--grids {item.strip()!r} is no grid; write all, or grids with semicolons between them, each perhaps with a "
                 f"scheme, as 'x=2,y=2,z=2;dp=8;scheme=oned,y=8'. Schemes: {', '.join(SCHEMES)}."
             )
-        found.append((names[0] if names else config.scheme, sizes))
-    return found
+        result.append((names[0] if names else config.scheme, sizes))
+    return result
 
 
 def _all(config: Config, ranks: int, free: bool) -> Iterator[Asked]:
@@ -136,9 +136,9 @@ def compare(
     limit = None if memory is None else usable(memory)
     times = None if cluster is None else Times(cluster, Exact(), config.train)
     rows = []
-    for number, one in enumerate(asked):
+    for number, item in enumerate(asked):
         tell(number, len(asked))
-        rows.append(_row(config, one, ranks, ranks_per_node, times, limit))
+        rows.append(_row(config, item, ranks, ranks_per_node, times, limit))
     rows.sort(key=lambda row: (row.words is None, inf if row.seconds is None else row.seconds, row.words or 0))
     return Comparison(ranks, ranks_per_node, None if cluster is None else cluster.name, limit, rows)
 
@@ -151,12 +151,12 @@ def _row(config: Config, asked: Asked, ranks: int, ranks_per_node: int, times: T
         if prod(grid.axes.values()) != ranks:
             raise GridError(f"it has {prod(grid.axes.values())} ranks, not {ranks}")
         own = replace(config, scheme=scheme, grid=grid, chosen="")
-        found = predict(own, ranks_per_node)
+        result = predict(own, ranks_per_node)
     except Summa3dError as error:
         return ComparedGrid(scheme, sizes, reason=str(error).partition("\n")[0])
-    held, peak = sum(found["bytes"][term] for term in STATES), found["bytes"]["peak"] + found["bytes"]["node"]
+    held, peak = sum(result["bytes"][term] for term in STATES), result["bytes"]["peak"] + result["bytes"]["node"]
     reason = "" if limit is None or peak <= limit else f"{peak / MEBI:,.0f} MiB of {limit / MEBI:,.0f}"
-    words, messages = (_total(found[what]) for what in ("words", "messages"))
+    words, messages = (_total(result[what]) for what in ("words", "messages"))
     seconds = None
     if times is not None:
         with suppress(LayoutError, GridError):  # ragged sizes fit a scheme's layers, and not the planner

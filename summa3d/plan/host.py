@@ -28,7 +28,7 @@ class HostPrices(Prices):
         if op.name not in CHAINS or count == 1 or op.words == 0:
             return super().move(op)
         message = op.words * dtype_of(op.dtype).nbytes * (count / (count - 1) if op.name == "reduce" else 1)
-        rounds = [one for root in range(count) for one in self._rounds(op.axis, root)]
+        rounds = [item for root in range(count) for item in self._rounds(op.axis, root)]
         volume, hops = (sum(part) / count for part in zip(*rounds, strict=True))
         return hops + self.cluster["collectives.launch"], message * volume
 
@@ -39,7 +39,7 @@ class HostPrices(Prices):
         units = np.array([1, *(size for size, _ in ports[:-1])])
         groups = np.roll(members(self.topology, axis), -root, axis=1)
         many = groups.shape[1]
-        found, reach = [], 1 << (many - 1).bit_length() - 1
+        result, reach = [], 1 << (many - 1).bit_length() - 1
         while reach:
             places = np.arange(0, many - reach, 2 * reach)
             ends = groups[:, places], groups[:, places + reach]
@@ -50,6 +50,6 @@ class HostPrices(Prices):
                 for at, unit in zip(level.flat, (end // units[level]).flat, strict=True)
             )
             per_byte = max(count / (levels[at].bandwidth * levels[at].ports) for (at, _, _), count in load.items())
-            found.append((per_byte, max(levels[at].latency for at, _, _ in load)))
+            result.append((per_byte, max(levels[at].latency for at, _, _ in load)))
             reach //= 2
-        return found
+        return result

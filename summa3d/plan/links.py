@@ -115,23 +115,23 @@ def _digits(topology: Topology, axis: str, sizes: Sequence[int]) -> list[tuple[b
     Neighbours of one kind are one digit. What is outside the axis and slower than it repeats units of links; only as many as fill
     them are kept.
     """
-    inside, found = axis.split("·"), [(False, 1)]
+    inside, result = axis.split("·"), [(False, 1)]
     radices = [(name, topology.tile[name]) for name in topology.order]
     radices += [(name, topology.shape[name] // topology.tile[name]) for name in topology.order]
     for name, radix in radices:
-        if found[-1][0] == (name in inside):
-            found[-1] = found[-1][0], found[-1][1] * radix
+        if result[-1][0] == (name in inside):
+            result[-1] = result[-1][0], result[-1][1] * radix
         elif radix > 1:
-            found.append((name in inside, radix))
-    if not found[-1][0]:
-        ranks, outer = prod(radix for _, radix in found[:-1]), found[-1][1]
+            result.append((name in inside, radix))
+    if not result[-1][0]:
+        ranks, outer = prod(radix for _, radix in result[:-1]), result[-1][1]
         fewest = next((many for many in divisors(outer) if all(ranks * many % size == 0 for size in sizes)), outer)
-        found[-1] = False, fewest
-    return found
+        result[-1] = False, fewest
+    return result
 
 
 def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: Sequence[Level]) -> list[PortUse]:
-    """What ports carry for flights, each an axis and a pattern, of which every edge carries one byte; ports in use alike once.
+    """Bytes that ports carry for flights, each an axis and a pattern, of which each edge carries a byte; ports in use alike once.
 
     A chain is that from its first member.
     """
@@ -143,12 +143,12 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
         for flow, (_, pattern) in zip(flows, flights, strict=True)
     ]
     sent, received = np.array([end[0] for end in ends]).round(DIGITS), np.array([end[1] for end in ends]).round(DIGITS)
-    found: dict[PortUse, None] = {}
+    result: dict[PortUse, None] = {}
     for port in np.flatnonzero((sent > 0).any(0) | (received > 0).any(0)):
         level = int(flows[0].level_of_port[port])
         for both_ways, loads in ((False, sent[:, port]), (False, received[:, port]), (True, sent[:, port] + received[:, port])):
-            found[PortUse(level, both_ways, tuple(loads.tolist()))] = None
-    return list(found)
+            result[PortUse(level, both_ways, tuple(loads.tolist()))] = None
+    return list(result)
 
 
 @cache
@@ -232,19 +232,19 @@ def _rails(groups: np.ndarray, unit: int, rails: int) -> tuple[np.ndarray, np.nd
     place = np.cumsum(starts, axis=1) - 1
     slot = np.cumsum(fresh, axis=1) - 1
     slot -= np.maximum.accumulate(np.where(starts, slot, 0), axis=1)
-    found, many = np.zeros((*groups.shape, rails), int), np.zeros(groups.shape, int)
+    result, many = np.zeros((*groups.shape, rails), int), np.zeros(groups.shape, int)
     rows, columns = np.nonzero(fresh)
     units = place[rows, columns]
-    found[rows, units, slot[rows, columns]] = port[rows, columns]
+    result[rows, units, slot[rows, columns]] = port[rows, columns]
     np.add.at(many, (rows, units), 1)
     every = np.arange(len(groups))[:, None]
-    return found[every, place], many[every, place]
+    return result[every, place], many[every, place]
 
 
 def members(topology: Topology, axis: str) -> list[list[int]]:
     """The ranks of every group of an axis, or of a plane such as "x·y", ascending."""
-    found: list[list[int]] = _groups(topology, axis).tolist()
-    return found
+    result: list[list[int]] = _groups(topology, axis).tolist()
+    return result
 
 
 def _groups(topology: Topology, axis: str) -> np.ndarray:

@@ -72,8 +72,8 @@ def _run(setting: Setting, train: TrainConfig, tracer: Tracer) -> MuonStep:
             for state in blocks:
                 if state.shardings.numel:
                     state.add(state.parameter.new_empty(state.shardings.gradient.local_shape(place)))
-            with tracer.recording() as found, tracer.ledger.phase(OPTIMIZER):
+            with tracer.recording() as result, tracer.ledger.phase(OPTIMIZER):
                 norm_and_votes(optimizer.counted_gradients(), place)
                 optimizer.step(train.learning_rate, CLIPPED if train.clip else 1.0)
-    ops = tuple(op for segment in found[0] for op in segment.ops)
-    return MuonStep(ops, peak_of([RepeatedSegment(segment, 1) for segment in found[0]]))
+    ops = tuple(op for segment in result[0] for op in segment.ops)
+    return MuonStep(ops, peak_of([RepeatedSegment(segment, 1) for segment in result[0]]))

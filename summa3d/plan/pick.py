@@ -91,28 +91,28 @@ def pick(
 
     Raises GridError where no grid fits.
     """
-    found = candidates(config, ranks, schemes)
-    chosen = {} if REPLICAS not in config.chosen else {"dp": found[0].config.grid.dp}
-    if len(found) == 1:
-        return Pick(found[0].choice.scheme, {**found[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
+    result = candidates(config, ranks, schemes)
+    chosen = {} if REPLICAS not in config.chosen else {"dp": result[0].config.grid.dp}
+    if len(result) == 1:
+        return Pick(result[0].choice.scheme, {**result[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
     times, priced = Times(cluster, Exact(tell), config.train), []
-    for one in shortened(found):
-        plan = plan_of(one.config, one.choice, cluster)
+    for item in shortened(result):
+        plan = plan_of(item.config, item.choice, cluster)
         try:
             held = memory(plan, *times.store.cells(plan.inner, plan.units), times.muon(plan))
-            priced.append((times.seconds(plan), held.total, one))
+            priced.append((times.seconds(plan), held.total, item))
         except (LayoutError, GridError):  # some ragged sizes fit a scheme's layers, and not the planner
             continue
     fewest = max(cluster["device.memory"], min(held for _, held, _ in priced))
-    fitting = [one for one in priced if one[1] <= fewest]
+    fitting = [entry for entry in priced if entry[1] <= fewest]
     fastest = min(seconds for seconds, *_ in fitting)
-    seconds, _, best = next(one for one in fitting if one[0] <= EQUAL * fastest)
+    seconds, _, best = next(entry for entry in fitting if entry[0] <= EQUAL * fastest)
     grid = best.choice.grid | ({"dp": best.config.grid.dp} if chosen else {})
-    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(found), is_assumed(cluster))
+    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(result), is_assumed(cluster))
 
 
 def is_assumed(cluster: Cluster) -> bool:
-    """Whether no rate of a cluster's products has been measured, or is from a source."""
+    """Return whether no rate of a cluster's products has been measured, or is from a source."""
     return all(number.source == "assumed" for key, number in cluster.numbers.items() if key.startswith("peak."))
 
 
@@ -128,7 +128,7 @@ def candidates(config: Config, ranks: int, schemes: Sequence[str]) -> list[GridC
 
 
 def _candidates(config: Config, ranks: int, schemes: Sequence[str], alike: bool) -> list[GridCandidate]:
-    every, found, refused = [config.grid.dp], [], None
+    every, result, refused = [config.grid.dp], [], None
     if REPLICAS in config.chosen:
         every = [dp for dp in divisors(ranks) if config.train.micro_batch % dp == 0]
     for dp in every:
@@ -139,10 +139,12 @@ def _candidates(config: Config, ranks: int, schemes: Sequence[str], alike: bool)
         except GridError as error:
             refused = refused or error
             continue
-        found += [GridCandidate(own, one, own.train.accumulate * one.words + words_of_replicas(own, inner)) for one in fitting]
-    if not found:
+        result += [
+            GridCandidate(own, item, own.train.accumulate * item.words + words_of_replicas(own, inner)) for item in fitting
+        ]
+    if not result:
         raise refused or GridError(f"no number of replicas fits {counted(ranks, 'rank')}.")
-    return found
+    return result
 
 
 def words_of_replicas(config: Config, inner: int) -> float:
@@ -156,33 +158,33 @@ def words_of_replicas(config: Config, inner: int) -> float:
     return each * 2 * (dp - 1) / dp * elements / inner / config.grid.pp
 
 
-def shortened(found: Sequence[GridCandidate]) -> list[GridCandidate]:
+def shortened(result: Sequence[GridCandidate]) -> list[GridCandidate]:
     """PRICED candidates in the order of their words: the first of each family, and of replicas alone, then others.
 
     Each program is there once.
     """
 
-    def family(one: GridCandidate) -> str:
-        alone = one.config.grid.dp > 1 and prod(one.choice.grid.values()) == 1
-        return REPLICAS if alone else family_of(one.choice.scheme, {"z": 1, **one.choice.grid})
+    def family(candidate: GridCandidate) -> str:
+        alone = candidate.config.grid.dp > 1 and prod(candidate.choice.grid.values()) == 1
+        return REPLICAS if alone else family_of(candidate.choice.scheme, {"z": 1, **candidate.choice.grid})
 
-    def once(one: GridCandidate) -> bool:
-        return not SCHEME_SPECS[one.choice.scheme].repeats({"x": 1, "y": 1, "z": 1, **one.choice.grid})
+    def once(candidate: GridCandidate) -> bool:
+        return not SCHEME_SPECS[candidate.choice.scheme].repeats({"x": 1, "y": 1, "z": 1, **candidate.choice.grid})
 
-    several = {one.config.grid.dp for one in found if once(one)}  # replicas of which a scheme is there that others repeat
-    ordered = sorted((one for one in found if once(one) or one.config.grid.dp not in several), key=lambda one: one.words)
-    first = {family(one): one for one in reversed(ordered)}.values()
-    others = [one for one in ordered if one not in first]
+    several = {item.config.grid.dp for item in result if once(item)}  # replicas of which a scheme is there that others repeat
+    ordered = sorted((item for item in result if once(item) or item.config.grid.dp not in several), key=lambda item: item.words)
+    first = {family(item): item for item in reversed(ordered)}.values()
+    others = [item for item in ordered if item not in first]
     kept = [*first, *others[: PRICED - len(first)]]
-    return [one for one in ordered if one in kept]
+    return [item for item in ordered if item in kept]
 
 
 def plan_of(config: Config, choice: SchemeChoice, cluster: Cluster) -> Plan:
     """The plan of a configuration on a grid, as the search prices it."""
     grid, replicas, pipeline = config.grid, config.replicas, config.pipeline
-    around = [one for one in SEARCHED if grid.axes.get(one.name, 1) > 1]
-    outer = tuple((one.name, grid.axes[one.name]) for one in around)
-    options = tuple((key, reduce(getattr, key.split("."), config)) for one in around for key in one.values)
+    around = [item for item in SEARCHED if grid.axes.get(item.name, 1) > 1]
+    outer = tuple((item.name, grid.axes[item.name]) for item in around)
+    options = tuple((key, reduce(getattr, key.split("."), config)) for item in around for key in item.values)
     copies = prod(size for _, size in outer)
     inner = StageGrid(
         config.model,

@@ -86,7 +86,7 @@ class PredictedStep:
 
     @cached_property
     def split(self) -> bool:
-        """Whether backward is split into gradients of inputs and of weights."""
+        """Return whether backward is split into gradients of inputs and of weights."""
         return is_split(self.schedule, self.ranks)
 
     @cached_property
@@ -128,7 +128,7 @@ class PredictedStep:
         else:
             of = {key: work.priced(prices) for key, work in self._works.items()}
         for key, hidden in self._behind.items():
-            moved, computed = [one.moved(prices) for one in hidden], self._works[key].computed(prices)
+            moved, computed = [item.moved(prices) for item in hidden], self._works[key].computed(prices)
             of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
         around = (self.send, self.after, self.late, self.early)
@@ -142,12 +142,12 @@ class PredictedStep:
         """(Kind of op, stage) → its seconds, with the message that it sends."""
         last = len(self.layers) - 1
         kinds = ("F", parts.forward), ("X" if self.split else "B", parts.backward), ("W", parts.weights)
-        found = {}
+        result = {}
         for stage, layers in enumerate(self.layers):
             for (kind, of), sent in zip(kinds, (*self.messages[stage], 0), strict=True):
                 ends = of[ENTER] * (stage == 0) + of[LEAVE] * (stage == last)
-                found[kind, stage] = layers * of[BLOCK] + ends + sent * parts.send
-        return found
+                result[kind, stage] = layers * of[BLOCK] + ends + sent * parts.send
+        return result
 
     def pipeline(self, cluster: Cluster) -> float:
         """Seconds of all forwards and backwards, by simulation of the schedule."""
@@ -199,15 +199,15 @@ class PredictedStep:
         many, p, bound = self.micro_batches, self.ranks, 0.0
         forward, inputs, weights = ([of[kind, rank] for rank in range(p)] for kind in "FXW")
         filled, drained = 0.0, sum(forward) + sum(inputs)
-        for rank, (one, back, own) in enumerate(zip(forward, inputs, weights, strict=True)):
+        for rank, (item, back, own) in enumerate(zip(forward, inputs, weights, strict=True)):
             drained -= back
-            behind = drained + many * (back + own) + max(0, many - p + rank) * one
-            ahead = filled + many * (one + back) + max(0, many - 1 - rank) * own + weights[0]
-            bound, filled = max(bound, behind, ahead), filled + one + back
+            behind = drained + many * (back + own) + max(0, many - p + rank) * item
+            ahead = filled + many * (item + back) + max(0, many - 1 - rank) * own + weights[0]
+            bound, filled = max(bound, behind, ahead), filled + item + back
         return bound
 
     def _work(self, parts: Durations) -> list[float]:
-        """What ranks compute and send for one micro-batch; one number for ranks that are alike."""
+        """Work and messages of ranks for one micro-batch; one number for ranks that are alike."""
         return [self._of(parts, kind) for kind in self._alike]
 
     @staticmethod
@@ -225,7 +225,7 @@ class PredictedStep:
         return (self.closed(parts) + parts.after) * self.slowest(cluster)
 
     def slowest(self, cluster: Cluster) -> float:
-        """What the slowest of all nodes takes, times the mean one: the expectation of the largest of so many (Gumbel)."""
+        """Seconds of the slowest of all nodes as a multiple of the mean: the expectation of the largest of so many (Gumbel)."""
         nodes = self.topology.size / max(1, max(level.size for level in cluster.levels))
         return 1 + cluster["nodes.spread"] * sqrt(2 * log(nodes)) if nodes > 1 else 1.0
 

@@ -29,13 +29,13 @@ def move(name: str, axis: str, words: int, dtype: str, phase: str = "forward") -
 
 
 def alike(op: Op) -> Op:
-    """What the price of an operation depends on, equal for those with the same price."""
+    """Key of an operation's price, equal for those with the same price."""
     phase = op.phase if op.name == ATTENTION else ""
     return op._replace(layer="", phase=phase, messages=0, id=-1)
 
 
 def pattern_of(op: Op) -> str:
-    """Who sends to whom in a communication (`links.PATTERNS`)."""
+    """Return who sends to whom in a communication (`links.PATTERNS`)."""
     return "chain" if op.name in CHAINS else {"all_to_all": "pairs", "send": "next"}.get(op.name, "ring")
 
 
@@ -64,7 +64,7 @@ class Prices:
         self._byte = cluster.byte_time() * self._crowding
         self._layer = cluster["layers.launch"] * self._crowding
         self._launches = {key: cluster[f"{key}.launch"] * self._crowding for key in ("product", "elements", "collectives")}
-        self._edges = [Edge(1 / one.bandwidth, 1 / (one.bandwidth * one.duplex), one.latency) for one in cluster.levels]
+        self._edges = [Edge(1 / level.bandwidth, 1 / (level.bandwidth * level.duplex), level.latency) for level in cluster.levels]
         inner = self._edges[0]  # what cores do themselves; the ports of other levels do not depend on cores
         self._edges[0] = Edge(inner.one_way * self._crowding, inner.both_ways * self._crowding, inner.latency * self._crowding)
         if cluster["host.shared"]:
@@ -193,7 +193,7 @@ class Prices:
     def _slowest(self, load: Load) -> float:
         """Seconds per byte of an edge, by the slowest port."""
         ports = zip(load.one_way, load.both_ways, self._edges, strict=True)
-        return max(max(one * edge.one_way, both * edge.both_ways) for one, both, edge in ports)
+        return max(max(port * edge.one_way, both * edge.both_ways) for port, both, edge in ports)
 
     def _latencies(self, load: Load) -> list[float]:
         return [hops * edge.latency for hops, edge in zip(load.hops, self._edges, strict=True)]
@@ -209,12 +209,12 @@ class Prices:
 
     def _chain(self, axis: str, message: float) -> tuple[float, float]:
         """Seconds until a chain is filled and of its message, which it forwards chunk after chunk; the mean over all roots."""
-        found = self._loads_of(axis, "chain")
+        result = self._loads_of(axis, "chain")
         chunk = min(self.cluster["collectives.chunk"], message)
         filled = moved = 0.0
-        for load, roots in found:
+        for load, roots in result:
             ports = zip(load.hops, load.one_way, self._edges, strict=True)
-            filled += roots * sum(hops * (edge.latency + chunk * max(1.0, one) * edge.one_way) for hops, one, edge in ports)
+            filled += roots * sum(hops * (edge.latency + chunk * max(1.0, port) * edge.one_way) for hops, port, edge in ports)
             moved += roots * message * self._slowest(load)
-        count = sum(roots for _, roots in found)
+        count = sum(roots for _, roots in result)
         return filled / count, moved / count

@@ -12,7 +12,7 @@ from ..cluster import Cluster, load
 from ..columns import aligned, counted
 from ..errors import ConfigError
 
-TEMPLATE = Path(__file__).with_name("template.toml")
+TEMPLATE = Path(__file__).with_name("programs") / "template.toml"
 """A complete description of a cluster, which loads as it is."""
 DAY = 86400.0
 SCALES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
@@ -37,9 +37,9 @@ def sequences(text: str, sequence: int) -> int:
     >>> sequences("250", 8192), sequences("4Mtokens", 8192)
     (250, 512)
     """
-    found = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGT]?)\s*tokens?\s*", text)
+    result = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGT]?)\s*tokens?\s*", text)
     try:
-        number = _even(float(found[1]) * SCALES[found[2]] / sequence) if found else int(text)
+        number = _even(float(result[1]) * SCALES[result[2]] / sequence) if result else int(text)
     except ValueError:
         number = 0
     if number < 1:
@@ -56,7 +56,7 @@ def _even(wanted: float) -> int:
 def rank_counts(text: str) -> list[int]:
     """The counts of ranks: one, or several with commas between them. Raises ConfigError for others."""
     try:
-        counts = [int(one) for one in text.split(",")]
+        counts = [int(item) for item in text.split(",")]
     except ValueError:
         counts = [0]
     if min(counts) < 1 or len(set(counts)) < len(counts):

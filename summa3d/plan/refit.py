@@ -63,20 +63,20 @@ class Refit:
     @property
     def errors(self) -> tuple[float, float]:
         """The median error of the plans that were run, before and after."""
-        pairs = [(one.predicted / one.measured - 1, one.refitted / one.measured - 1) for one in self.plans]
+        pairs = [(plan.predicted / plan.measured - 1, plan.refitted / plan.measured - 1) for plan in self.plans]
         before, after = (median(abs(error) for error in errors) for errors in zip(*pairs, strict=True))
         return before, after
 
     @property
     def fastest(self) -> TriedPlan:
         """The plan whose measured steps took the least."""
-        return min(self.plans, key=lambda one: one.measured)
+        return min(self.plans, key=lambda item: item.measured)
 
     def as_json(self) -> dict[str, Any]:
-        """What ``summa3d plan --try --json`` prints of it."""
+        """Report of it that ``summa3d plan --try --json`` prints."""
         error, refitted_error = self.errors
         return {
-            "plans": [{**one._asdict(), "steps": list(one.steps), "measured": one.measured} for one in self.plans],
+            "plans": [{**plan._asdict(), "steps": list(plan.steps), "measured": plan.measured} for plan in self.plans],
             "numbers": {key: {"before": self.before[key], "after": self.after[key]} for key in self.keys},
             "error": error,
             "refitted_error": refitted_error,
@@ -87,15 +87,15 @@ class Refit:
     def as_text(self) -> Iterator[str]:
         """Predicted beside measured seconds, what was refitted, and the order of the plans by it."""
         columns = [
-            Column("#", [one.number for one in self.plans]),
-            Column("plan", [one.plan for one in self.plans], left=True),
-            Column("predicted", [one.predicted for one in self.plans], "{:.4g}".format),
-            Column("measured", [one.measured for one in self.plans], "{:.4g}".format),
-            Column("from", [min(one.steps) for one in self.plans], "{:.4g}".format),
-            Column("to", [max(one.steps) for one in self.plans], "{:.4g}".format),
-            Column("error", [one.predicted / one.measured - 1 for one in self.plans], "{:+.0%}".format),
-            Column("refitted", [one.refitted for one in self.plans], "{:.4g}".format),
-            Column("error", [one.refitted / one.measured - 1 for one in self.plans], "{:+.0%}".format),
+            Column("#", [plan.number for plan in self.plans]),
+            Column("plan", [item.plan for item in self.plans], left=True),
+            Column("predicted", [plan.predicted for plan in self.plans], "{:.4g}".format),
+            Column("measured", [plan.measured for plan in self.plans], "{:.4g}".format),
+            Column("from", [min(plan.steps) for plan in self.plans], "{:.4g}".format),
+            Column("to", [max(plan.steps) for plan in self.plans], "{:.4g}".format),
+            Column("error", [plan.predicted / plan.measured - 1 for plan in self.plans], "{:+.0%}".format),
+            Column("refitted", [plan.refitted for plan in self.plans], "{:.4g}".format),
+            Column("error", [plan.refitted / plan.measured - 1 for plan in self.plans], "{:+.0%}".format),
         ]
         yield Table(f"seconds of a step, predicted for {self.before.name} and measured on this machine", columns).text()
         changes = [f"{key} {self.before[key]:.4g} → {self.after[key]:.4g}" for key in self.keys]
@@ -117,25 +117,25 @@ def refit(plans: Plans, steps: Sequence[Sequence[float]]) -> Refit:
     At most FITTED numbers move, and fewer than there are plans: those that the plans' seconds depend on the most (`candidates`).
     Of all values of these the likeliest is taken, with measured steps that are NOISE off and numbers that were PRIOR off.
     """
-    found, store = plans.found, plans.searched.times.store
+    result, store = plans.result, plans.searched.times.store
     times = type(plans.searched.times)
 
     def seconds(cluster: Cluster, many: int) -> list[float]:
         priced = times(cluster, store)
-        return [priced.seconds(one.plan) for one in found.best[:many]]
+        return [priced.seconds(item.plan) for item in result.best[:many]]
 
     def predict(cluster: Cluster) -> list[float]:
         return seconds(cluster, len(steps))
 
-    before, measured = found.cluster, [median(one) for one in steps]
-    slopes = dependence(predict, before, candidates(before, found.space.dtype))
+    before, measured = result.cluster, [median(step) for step in steps]
+    slopes = dependence(predict, before, candidates(before, result.space.dtype))
     keys = chosen(slopes, before.fitted, max(1, len(steps) - 1))
     after = fitted(predict, before, keys, measured)
-    refitted = seconds(after, len(found.best))
-    rows = zip(found.best, steps, refitted, strict=False)
-    tried = [TriedPlan(at, str(one.plan), one.seconds, taken, new) for at, (one, taken, new) in enumerate(rows, 1)]
-    named = zip(found.best, refitted, strict=True)
-    order = sorted(((at, str(one.plan), new) for at, (one, new) in enumerate(named, 1)), key=lambda one: one[2])
+    refitted = seconds(after, len(result.best))
+    rows = zip(result.best, steps, refitted, strict=False)
+    tried = [TriedPlan(at, str(row.plan), row.seconds, taken, new) for at, (row, taken, new) in enumerate(rows, 1)]
+    named = zip(result.best, refitted, strict=True)
+    order = sorted(((at, str(item.plan), new) for at, (item, new) in enumerate(named, 1)), key=lambda item: item[2])
     return Refit(tried, before, after, keys, order)
 
 
@@ -149,11 +149,11 @@ def candidates(cluster: Cluster, dtype: str) -> list[str]:
 
 def dependence(predict: SecondsOn, cluster: Cluster, keys: Sequence[str]) -> dict[str, float]:
     """Key → how much the logarithms of the plans' seconds change with that of the number, the root of the mean square."""
-    base, found = np.log(predict(cluster)), {}
+    base, result = np.log(predict(cluster)), {}
     for key in keys:
         moved = cluster.replaced({key: cluster[key] * exp(-DIFFERENCE)}, "assumed")
-        found[key] = float(np.sqrt(np.square((np.log(predict(moved)) - base) / DIFFERENCE).mean()))
-    return found
+        result[key] = float(np.sqrt(np.square((np.log(predict(moved)) - base) / DIFFERENCE).mean()))
+    return result
 
 
 def chosen(slopes: Mapping[str, float], fitted_before: Sequence[str], most: int) -> list[str]:
@@ -170,7 +170,7 @@ def fitted(predict: SecondsOn, cluster: Cluster, keys: Sequence[str], measured: 
     """
 
     def moved(logs: np.ndarray) -> Cluster:
-        values = {key: float(f"{cluster[key] * exp(one):.12g}") for key, one in zip(keys, logs, strict=True)}
+        values = {key: float(f"{cluster[key] * exp(item):.12g}") for key, item in zip(keys, logs, strict=True)}
         return cluster.replaced(values, "fitted")
 
     def misfit(logs: np.ndarray) -> np.ndarray:
@@ -185,7 +185,7 @@ def fitted(predict: SecondsOn, cluster: Cluster, keys: Sequence[str], measured: 
     logs = np.zeros(len(keys))
     rows = misfit(logs)
     for _ in range(ITERATIONS):
-        slopes = [(misfit(logs - DIFFERENCE * one) - rows) / -DIFFERENCE for one in np.eye(len(keys))]
+        slopes = [(misfit(logs - DIFFERENCE * item) - rows) / -DIFFERENCE for item in np.eye(len(keys))]
         step = np.linalg.lstsq(np.column_stack(slopes), -rows, rcond=None)[0]
         steps = ((part * step, misfit(logs + part * step)) for part in (1.0, 0.5, 0.25, 0.125))
         better = next(((by, new) for by, new in steps if new @ new < rows @ rows), None)

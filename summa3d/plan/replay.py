@@ -28,8 +28,8 @@ class ReplayTimes:
     def plus(self, other: ReplayTimes, times: float = 1.0) -> ReplayTimes:
         """These seconds and, so many times, those of another trace."""
         axes = [
-            {axis: one.get(axis, 0.0) + times * more.get(axis, 0.0) for axis in {**one, **more}}
-            for one, more in ((self.exposed, other.exposed), (self.moved, other.moved))
+            {axis: item.get(axis, 0.0) + times * more.get(axis, 0.0) for axis in {**item, **more}}
+            for item, more in ((self.exposed, other.exposed), (self.moved, other.moved))
         ]
         return ReplayTimes(self.seconds + times * other.seconds, self.compute + times * other.compute, *axes)
 
@@ -69,23 +69,23 @@ class TransfersInFlight:
             heads = [queue[0] for queue in self.queues.values() if queue]
             if not heads:
                 return
-            moving = sorted((one for one in heads if one.fixed <= 0 < one.moving), key=lambda one: one.key)
-            speeds = self.prices.speeds(tuple(one.key for one in moving)) if len(moving) > 1 else [1.0] * len(moving)
-            left = [(one.fixed, 1.0, one) for one in heads if one.fixed > 0 or one.moving <= 0]
-            left += [(one.moving, speed, one) for one, speed in zip(moving, speeds, strict=True)]
+            moving = sorted((item for item in heads if item.fixed <= 0 < item.moving), key=lambda item: item.key)
+            speeds = self.prices.speeds(tuple(item.key for item in moving)) if len(moving) > 1 else [1.0] * len(moving)
+            left = [(item.fixed, 1.0, item) for item in heads if item.fixed > 0 or item.moving <= 0]
+            left += [(item.moving, speed, item) for item, speed in zip(moving, speeds, strict=True)]
             step = min(rest / speed for rest, speed, _ in left)
             if self.now + step > until:
                 step = until - self.now
-            for rest, speed, one in left:
+            for rest, speed, head in left:
                 remaining = 0.0 if rest / speed <= step else rest - speed * step
-                if one.fixed > 0:
-                    one.fixed = remaining
+                if head.fixed > 0:
+                    head.fixed = remaining
                 else:
-                    one.moving = remaining
+                    head.moving = remaining
             self.now += step
-            for one in heads:
-                if one.fixed <= 0 and one.moving <= 0:
-                    self.ends[self.queues[one.key[0]].popleft().number] = self.now
+            for head in heads:
+                if head.fixed <= 0 and head.moving <= 0:
+                    self.ends[self.queues[head.key[0]].popleft().number] = self.now
             if self.now >= until:
                 return
 
@@ -103,7 +103,7 @@ def replay(trace: Iterable[Op], prices: Prices) -> ReplayTimes:
 
 def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices) -> list[ReplayTimes]:
     """`replay` of a trace that is in parts: the times of each, where one may wait for what another has begun."""
-    found, now, network = [], 0.0, TransfersInFlight(prices)
+    result, now, network = [], 0.0, TransfersInFlight(prices)
     flying: dict[int, str] = {}
     for number, trace in enumerate(traces, 1):
         span, began = ReplayTimes(), now
@@ -131,11 +131,11 @@ def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices) -> list[Repla
                 span.compute += seconds
         if number == len(traces):
             network.advance()
-            for one in sorted(flying, key=lambda one: network.ends[one]):
-                wait(one)
+            for item in sorted(flying, key=lambda entry: network.ends[entry]):
+                wait(item)
         span.seconds = now - began
-        found.append(span)
-    return found
+        result.append(span)
+    return result
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ def seconds(config: Config, cluster: Cluster) -> float:
         beside = max(1, min(topology.size, cluster.node or topology.size) // inner)  # stages of a node
         alone = cluster.replaced({"host.slots": cluster["host.slots"] * beside}, "assumed")
     prices = Prices(alone, topology)
-    spans = [{key: span(one.parts, prices) for key, one in step.traced.items()} for step in steps]
+    spans = [{key: span(item.parts, prices) for key, item in step.traced.items()} for step in steps]
     ends = max(span([*step.copies, *step.optimizer], prices) for step in steps)
-    busy = [sum(found[key] for key in step.program) for found, step in zip(spans, steps, strict=True)]
+    busy = [sum(result[key] for key in step.program) for result, step in zip(spans, steps, strict=True)]
     if grid.pp == 1:
         return busy[0] + ends
     simulated = timeline(schedule, of_stages=of_stages(schedule, steps, spans, config.replicas.overlap)).time
@@ -69,7 +69,7 @@ def _traced(config: Config, ranks_per_node: int) -> tuple[list[DryStep], Schedul
 def span(parts: Sequence[RepeatedSegment], prices: Prices) -> float:
     """The seconds of consecutive parts; the repetitions of one are each replayed as if by itself."""
     ops = with_messages(tuple(op for segment, _ in parts for op in segment.ops))
-    again = sum((times - 1) * replay(with_messages(tuple(one.ops)), prices).seconds for one, times in parts if times > 1)
+    again = sum((times - 1) * replay(with_messages(tuple(part.ops)), prices).seconds for part, times in parts if times > 1)
     return replay(ops, prices).seconds + again
 
 
@@ -79,8 +79,8 @@ def of_stages(
     """(Kind of op, stage) → the mean of its seconds over micro-batches."""
     from ..parallel.executor import ops_of
 
-    found: dict[tuple[str, int], list[float]] = {}
+    result: dict[tuple[str, int], list[float]] = {}
     for index, (step, taken) in enumerate(zip(steps, spans, strict=True)):
         for op, key in zip(ops_of(schedule, index, overlap), step.program, strict=True):
-            found.setdefault((op.kind, schedule.stages[index][op.chunk]), []).append(taken[key])
-    return {key: mean(all_of) for key, all_of in found.items()}
+            result.setdefault((op.kind, schedule.stages[index][op.chunk]), []).append(taken[key])
+    return {key: mean(all_of) for key, all_of in result.items()}

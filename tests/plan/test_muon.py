@@ -94,8 +94,8 @@ def test_a_search_prices_the_optimizer_that_it_is_asked_for(cache: Path) -> None
     adamw = find_plans(words, "selene", 2, 12, **options)
     muon = find_plans([*words, "train.optimizer=muon", "train.muon.steps=7"], "selene", 2, 12, **options)
     assert muon.config().train.optimizer == "muon" and muon.config().train.muon.steps == 7
-    seconds = {str(one.plan): one for one in adamw.found.best}
-    for one in muon.found.best:
+    seconds = {str(one.plan): one for one in adamw.result.best}
+    for one in muon.result.best:
         other = seconds[str(one.plan)]
         assert one.terms["optimizer"] > 2 * other.terms["optimizer"] and one.memory.optimizer < other.memory.optimizer
         assert one.terms["compute"] == other.terms["compute"] and one.terms["dp"] == other.terms["dp"]

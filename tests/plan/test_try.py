@@ -86,17 +86,17 @@ def test_dependence_is_the_derivative_of_logarithms() -> None:
 @pytest.mark.wide
 def test_plans_that_ran_as_on_another_cluster_are_predicted_as_on_it() -> None:
     plans = find_plans(["gpt3-125m", *SIZES], HOST.replaced({"host.slots": 2}, "measured"), 4, 12, fix={"pp": 1}, top=6)
-    truth = plans.found.cluster.replaced({"layers.launch": 9e-5, "collectives.launch": 4e-5}, "assumed")
+    truth = plans.result.cluster.replaced({"layers.launch": 9e-5, "collectives.launch": 4e-5}, "assumed")
     times = Times(truth, plans.searched.times.store)
     steps = [
-        [1.5 * took, took, 0.9 * took, 1.1 * took, 0.7 * took] for one in plans.found.best for took in [times.seconds(one.plan)]
+        [1.5 * took, took, 0.9 * took, 1.1 * took, 0.7 * took] for one in plans.result.best for took in [times.seconds(one.plan)]
     ]
     found = refit(plans, steps[:5])
     before, after = found.errors
     assert before > 0.2 and after < 0.01 and len(found.keys) <= 3 and "layers.launch" in found.keys
     assert [one.measured for one in found.plans] == [median(one) for one in steps[:5]]
     priced = Times(found.after, plans.searched.times.store)
-    expected = {(at, str(one.plan)): priced.seconds(one.plan) for at, one in enumerate(plans.found.best, 1)}
+    expected = {(at, str(one.plan)): priced.seconds(one.plan) for at, one in enumerate(plans.result.best, 1)}
     assert {(at, plan): seconds for at, plan, seconds in found.order} == expected and len(expected) == 6
     assert [seconds for *_, seconds in found.order] == sorted(expected.values())
     assert [one.refitted for one in found.plans] == [expected[one.number, one.plan] for one in found.plans]
@@ -143,7 +143,7 @@ def test_the_fastest_plans_are_run_and_their_refit_is_a_cluster(ranks: int, tmp_
     assert set(after.fitted) == set(tried["numbers"]) and len(after.fitted) == 1
     assert all(after[key] == change["after"] != change["before"] for key, change in tried["numbers"].items())
     plans = find_plans(["gpt3-125m", *SIZES], after, ranks, 12, fix={"pp": 1}, limit=["x<=2"], top=100)
-    seconds = {str(one.plan): one.seconds for one in plans.found.best}
+    seconds = {str(one.plan): one.seconds for one in plans.result.best}
     for one in tried["plans"]:
         assert seconds[one["plan"]] == pytest.approx(one["refitted"], rel=1e-12)
     assert tried["fastest"] == min(tried["plans"], key=lambda one: one["measured"])["number"]

@@ -74,7 +74,7 @@ class Uses:
 class _Trace(TorchFunctionMode):
     def __init__(self, names: Mapping[int, str], roles: Mapping[str, str]) -> None:
         super().__init__()
-        self.names, self.roles, self.found = names, roles, Uses()
+        self.names, self.roles, self.uses = names, roles, Uses()
         self.inside: list[_Call] = []
         self.given: dict[tuple[int, int], tuple[str, Tensor, list[str]]] = {}
         """The number of a module's call, a tensor → the module, that tensor, and the first linear layers that it gave it to."""
@@ -107,7 +107,7 @@ class _Trace(TorchFunctionMode):
         derived = frozenset(used).union(*(getattr(tensor, "_of", ()) for tensor in tensors))
         if place in SPLIT:
             for item in derived:
-                self.found.places.setdefault(item, set()).add(place)
+                self.uses.places.setdefault(item, set()).add(place)
         for item in outs:
             item._place, item._of = place, frozenset() if place in SPLIT else derived
         return out
@@ -156,7 +156,7 @@ class _Trace(TorchFunctionMode):
         of_ids = getattr(x, "_place", None) == IDS
         if not of_ids and not (x.dim() == 1 or x.shape[0] == 1):
             self.refuse(f"{weight} is read at indices that are neither ids nor the positions of one sequence.")
-        self.found.tables[weight.rpartition(".")[0]] = of_ids
+        self.uses.tables[weight.rpartition(".")[0]] = of_ids
         return STREAM
 
     def _check(self, name: str, place: str | None, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
@@ -205,7 +205,7 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
         is_a_norm = is_norm(module)
         tracer.inside.append(_Call(modules.get(id(module), ""), is_a_norm, next(numbers)))
         if is_a_norm and given and getattr(given[0], "_place", None) in SPLIT:
-            tracer.found.norms[modules[id(module)]] = given[0]._place, given[0].shape[-1]
+            tracer.uses.norms[modules[id(module)]] = given[0]._place, given[0].shape[-1]
 
     def leave(module: nn.Module, given: Any, out: Any) -> None:
         tracer.inside.pop()
@@ -217,8 +217,8 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     try:
         with torch.no_grad(), tracer:
             out = _call(module.train(), metas, args, kwargs)
-            tracer.found.siblings = tracer.siblings()
-            tracer.found.result = getattr(getattr(out, "logits", out), "_place", None)
+            tracer.uses.siblings = tracer.siblings()
+            tracer.uses.result = getattr(getattr(out, "logits", out), "_place", None)
     except Summa3dError:
         raise
     except Exception as error:  # of the module's own code
@@ -228,7 +228,7 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
             hook.remove()
         for item, mode in training.items():
             item.training = mode
-    return tracer.found
+    return tracer.uses
 
 
 _call: Callable[..., Any] = torch.func.functional_call

@@ -18,7 +18,7 @@ FEWEST = 4
 
 
 def judged(rows: Sequence[MeasuredStep]) -> dict[str, Any]:
-    """What `summa3d plan --rows FILE --json` prints: each row, and for all and for each device a summary."""
+    """Report that `summa3d plan --rows FILE --json` prints: each row, and for all and for each device a summary."""
     every = [_line(row) for row in rows]
     rows = [row for row, line in zip(rows, every, strict=True) if "refused" not in line]
     lines = [line for line in every if "refused" not in line]

@@ -69,7 +69,9 @@ def _activations(setting: Setting) -> tuple[int, int, int]:
     key = repr(setting)
     if key not in _known:
         parts = [segment for segment, _ in run(setting).parts]
-        block, enter = (sum(one.net for one in parts if one.cell == cell and not one.backward) for cell in ("0", ENTER))
-        joined = sum(op.written for one in parts if one.cell == "0" and not one.backward for op in one.ops if op.name == "cat")
-        _known[key] = block - joined, enter, max((one.top for one in parts if one.cell == LEAVE), default=0)
+        block, enter = (sum(part.net for part in parts if part.cell == cell and not part.backward) for cell in ("0", ENTER))
+        joined = sum(
+            op.written for part in parts if part.cell == "0" and not part.backward for op in part.ops if op.name == "cat"
+        )
+        _known[key] = block - joined, enter, max((part.top for part in parts if part.cell == LEAVE), default=0)
     return _known[key]

@@ -113,7 +113,7 @@ def program_of(name: str) -> tuple[str, PricedProgram]:
     if key in PROGRAMS:
         return key, PROGRAMS[key]
     for own, begins in ALIASES.items():
-        if any(key.startswith(one) for one in (own, *begins)):
+        if any(key.startswith(item) for item in (own, *begins)):
             return own, PROGRAMS[own]
     raise ConfigError(f"unknown program {name!r}; the nearest is {nearest(key, list(PROGRAMS))}. Known: {', '.join(PROGRAMS)}.")
 

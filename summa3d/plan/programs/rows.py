@@ -84,18 +84,18 @@ def read(path: Path) -> list[MeasuredStep]:
     rows = table.get("rows") if isinstance(table, dict) else table
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise ConfigError(f'{path} has no rows: it takes a list of tables, or {{"rows": […]}}.')
-    found, faults = [], []
+    result, faults = [], []
     for number, row in enumerate(rows, start=1):
         problems = list(_faults(row))
         if not problems:
             try:
-                found.append(_row(number, row))
+                result.append(_row(number, row))
             except Summa3dError as error:
                 problems = [str(error)]
-        faults += [f"row {number}: {one}" for one in problems]
+        faults += [f"row {number}: {problem}" for problem in problems]
     if faults:
         raise ConfigError(f"{path}: {len(faults)} fault{'s' if len(faults) > 1 else ''}.\n  " + "\n  ".join(faults))
-    return found
+    return result
 
 
 def _faults(row: Mapping[str, Any]) -> Iterator[str]:
@@ -126,7 +126,7 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def recompute_of(text: str) -> str | None:
-    """What is computed again, by the first letters of what a row says; None where it says something else."""
+    """Kind of recomputation, by the first letters of what a row says; None where it says something else."""
     return next((kind for kind in RECOMPUTE if text.lower().startswith(kind[:3])), "none" if text in ("", "no") else None)
 
 
@@ -232,7 +232,7 @@ def grid_of(row: Mapping[str, Any]) -> dict[str, int]:
     tp, pp, cp, shards = (grid.get(key) or 1 for key in ("tp", "pp", "cp", "fsdp"))
     inner = tp * pp
     dp = grid.get("dp") or max(1, gpus // (inner * cp * shards))
-    for found in (
+    for result in (
         {"cp": cp, "shards": shards, "dp": dp},
         {"cp": cp, "shards": shards, "dp": max(1, dp // shards)},
         {"cp": cp, "shards": max(1, shards // cp), "dp": dp},
@@ -240,8 +240,8 @@ def grid_of(row: Mapping[str, Any]) -> dict[str, int]:
         {"cp": cp, "shards": 1, "dp": max(1, dp // cp)},
         {"cp": cp, "shards": shards, "dp": max(1, gpus // (inner * cp * shards))},
     ):
-        if inner * prod(found.values()) == gpus:
-            return {"tp": tp, "pp": pp, **found}
+        if inner * prod(result.values()) == gpus:
+            return {"tp": tp, "pp": pp, **result}
     raise ConfigError(
         f"grid {dict(grid)} has tp·pp·cp·fsdp·dp = {inner * cp * shards * dp} ranks, and the row {gpus} GPUs; "
         f"with tp {tp}, pp {pp}, cp {cp}, fsdp {shards}, dp {gpus / (inner * cp * shards):g} would fit."

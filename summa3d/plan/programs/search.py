@@ -62,7 +62,7 @@ class ProgramPlans:
     refused: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
-        """What `summa3d plan --program … --json` prints."""
+        """Report that `summa3d plan --program … --json` prints."""
         keys = (*NUMBERS, "recompute", "scheme")
         plans = [
             {"plan": str(plan), "grid": {key: plan.given[key] for key in keys}, "seconds": plan.seconds, "memory": plan.memory}
@@ -87,7 +87,7 @@ def search(
     own, program = program_of(name)
     fixed = dict(_fixed(text) for text in fix)
     cluster = on_cluster(program, cluster)
-    found: list[tuple[float, int, dict[str, Any], float]] = []
+    result: list[tuple[float, int, dict[str, Any], float]] = []
     refused: list[str] = []
     considered = 0
     for given in _plans(own, program, model, ranks, batch, fixed):
@@ -95,18 +95,18 @@ def search(
         try:
             held = bytes_of(given)
             if held <= limit:
-                found.append((step(given).nearly(cluster), len(found), given, held))
+                result.append((step(given).nearly(cluster), len(result), given, held))
         except Summa3dError as error:
             refused.append(str(error))
-    if not found:
+    if not result:
         wanted = ", ".join(f"{key}={value}" for key, value in fixed.items()) or "nothing fixed"
         why = f"{considered} are possible, and none fits {limit / 2**30:.1f} GiB" if considered else "no sizes divide evenly"
         raise ConfigError(f"no plan of {own} on {ranks} ranks with {wanted}: {why}{'; ' + refused[0] if refused else ''}.")
     device = next((device for device, about in devices().items() if about["cluster"] == cluster.name), cluster.name)
-    nearest_ones = sorted(found)[: top + SIMULATED]
+    nearest_ones = sorted(result)[: top + SIMULATED]
     best = [ProgramPlan(given, step(given).seconds(cluster), held) for _, _, given, held in nearest_ones]
     best = sorted(best, key=lambda plan: (plan.seconds, str(plan)))[:top]
-    return ProgramPlans(own, cluster, best, considered, len(found), *band_of(own, device), refused)
+    return ProgramPlans(own, cluster, best, considered, len(result), *band_of(own, device), refused)
 
 
 def _fixed(text: str) -> tuple[str, Any]:
@@ -129,7 +129,7 @@ def _fixed(text: str) -> tuple[str, Any]:
 def _plans(
     name: str, program: PricedProgram, model: ModelConfig, ranks: int, batch: int, fixed: Mapping[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """What `step.step` takes, of every plan whose sizes divide evenly."""
+    """Arguments of `step.step` for every plan whose sizes divide evenly."""
     sizes: dict[str, Any] = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "sequence": model.sequence}
     sizes |= {"vocabulary": model.vocabulary, "gpus": ranks, "batch": batch, "ffn": model.ffn_dim, "profile": name}
     fused = program.switches.get("fused_attention", name == "summa3d")

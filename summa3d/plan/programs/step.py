@@ -76,8 +76,8 @@ def _cells(given: Mapping[str, Any], on: Mapping[str, bool]) -> dict[str, Cell]:
     """The cells as the program runs them."""
     edits = edits_of(PROGRAMS[given["profile"]], on, given.get("recompute", "full"))
     edits += (in_contexts(given.get("cp", 1)),) * (given.get("cp", 1) > 1)
-    found = {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
-    return found | {BLOCK: in_eight_bits(found[BLOCK])} if given.get("eight_bits") else found
+    result = {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
+    return result | {BLOCK: in_eight_bits(result[BLOCK])} if given.get("eight_bits") else result
 
 
 def setting(given: Mapping[str, Any]) -> Setting:
@@ -113,10 +113,10 @@ def block_parameters(given: Mapping[str, Any]) -> int:
 
 def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
     """The layers of each stage; with two `slots`, the first and the last have one less."""
-    found = split_sizes(layers + slots, stages)
+    result = split_sizes(layers + slots, stages)
     if slots:
-        found[0], found[-1] = found[0] - 1, found[-1] - 1
-    return tuple(found)
+        result[0], result[-1] = result[0] - 1, result[-1] - 1
+    return tuple(result)
 
 
 def in_flight(ranks: int, chunks: int, micro_batches: int) -> float:
@@ -142,22 +142,22 @@ def _in_pieces(of_cells: Mapping[str, Cell], pieces: int) -> tuple[dict[str, Cel
 
 
 def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dict[tuple[str, bool], tuple[Op, ...]]:
-    """What cells communicate along contexts, and shards of weights: keys and values around the ring, weights and gradients."""
+    """Communications of cells along contexts, and shards of weights: keys and values around the ring, weights and gradients."""
     contexts, shards, tp = given.get("cp", 1), given.get("shards", 1), given["tp"]
-    found: dict[tuple[str, bool], tuple[Op, ...]] = {}
+    result: dict[tuple[str, bool], tuple[Op, ...]] = {}
     if contexts > 1:
         heads = max(given.get("kv_heads") or given["heads"], tp) // tp
         keys = 2 * given["micro_batch"] * given["sequence"] // contexts * heads * (given["hidden"] // given["heads"])
         ring = [move("all_gather", "cp", times * keys * (contexts - 1), HALF) for times in (1, 3)]  # gradients in 32 bits
-        found |= {(BLOCK, backward): (ring[backward],) for backward in (False, True)}
+        result |= {(BLOCK, backward): (ring[backward],) for backward in (False, True)}
     if shards > 1:
         for name, many in ((BLOCK, block_parameters(given) // tp), (ENTER, ends), (LEAVE, ends)):
             words = many * (shards - 1) // shards
             gather = move("all_gather", "shards", words, HALF)
             total = move("reduce_scatter", "shards", words, PROGRAMS[given["profile"]].sums)
-            found[name, False] = (*found.get((name, False), ()), gather)
-            found[name, True] = (*found.get((name, True), ()), gather, total)
-    return found
+            result[name, False] = (*result.get((name, False), ()), gather)
+            result[name, True] = (*result.get((name, True), ()), gather, total)
+    return result
 
 
 def neighbours_of(given: Mapping[str, Any]) -> int:
@@ -171,7 +171,7 @@ def owners_of(given: Mapping[str, Any]) -> int:
 
 
 def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
-    """What runs behind the last backward, what behind the next forward, and what comes after all, of a rank with `held`.
+    """Work during the last backward, during the next forward, and after all, of a rank with `held`.
 
     Of replicas that cp makes too, sums go along all their axes.
     """
@@ -195,7 +195,7 @@ def optimizer(held: int) -> Op:
 
 
 def _messages(words: int, tp: int, scatter: bool) -> tuple[Op, ...]:
-    """What a stage sends: with `scatter` each tensor rank sends its part, and the receivers gather the parts."""
+    """Messages of a stage: with `scatter` each tensor rank sends its part, and the receivers gather the parts."""
     if not scatter:
         return (move("send", "pp", words, HALF),)
     return move("send", "pp", words // tp, HALF), move("all_gather", "y", words * (tp - 1) // tp, HALF)

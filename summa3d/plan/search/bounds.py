@@ -47,7 +47,7 @@ class Moved(NamedTuple):
 
 
 def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, experts: Numeric = 1) -> Iterator[Moved]:
-    """What a rank that holds so many experts of a layer receives along a stage's axes, without what may hide behind arithmetic.
+    """Words that a rank with so many experts of a layer receives along a stage's axes, without what may hide behind arithmetic.
 
     Operands that are gathered whole are kept for the gradients, unless backward gathers them again, and what is gathered of C's
     gradient is of both products; a sum of A's gradient may run behind the product of B's. Panels move for each product.
@@ -55,14 +55,14 @@ def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, expert
     size = dtype_of(inner.dtype).nbytes
     wide = 4 if inner.dtype in HALVES else size  # of sums that are wider than what they sum
     forwards, again = 2 if inner.recompute == "full" else 1, int(inner.regather or inner.replicas > 1)
-    for one in [one.holding(experts) for one in inner.products]:
-        whole, panels = not one.panels, one.count(grid)
+    for item in [gemm.holding(experts) for gemm in inner.products]:
+        whole, panels = not item.panels, item.count(grid)
         gathers = (forwards + inner.regather, forwards + again, 1) if whole else (forwards + 1, forwards + 1, 2)
         sums, name = (int(not whole), 1, forwards), "all_gather" if whole else "broadcast"
         for operand in OPERANDS:
-            for axis, words in one.gathered(operand, grid, tokens):
+            for axis, words in item.gathered(operand, grid, tokens):
                 yield Moved(axis, name, gathers[operand] * words * size, gathers[operand] * panels, not whole)
-            for axis, kept, words in one.summed(operand, grid, tokens) if sums[operand] else ():
+            for axis, kept, words in item.summed(operand, grid, tokens) if sums[operand] else ():
                 if kept:
                     yield Moved(axis, "all_reduce", sums[operand] * words * wide, sums[operand], True)
                 elif whole:
@@ -91,18 +91,20 @@ def kept(
     a stream that one rank computes again, and not every grid. Products in panels compute these in X, and owe nothing.
     """
     ranks, size, stream = prod(grid.values()), dtype_of(inner.dtype).nbytes, tokens * inner.model.hidden
-    full, part = inner.recompute == "full", [one.bytes / ranks for one in alone]
+    full, part = inner.recompute == "full", [item.bytes / ranks for item in alone]
     copies = (1 / prod(grid[axis] for axis in inner.split_stream) - 1 / ranks) * stream * size
     saved, owed = part[0] + (1 if full else 4) * copies, part[1] * (not inner.products[0].panels) + 4 * copies
     if not inner.gathers or inner.regather:
         return saved, owed
-    products = [one.holding(experts) for one in inner.products]
+    products = [product.holding(experts) for product in inner.products]
     operands, weights, gradients = (
-        sum(words for one in products for _, words in one.gathered(operand, grid, tokens)) * size for operand in OPERANDS
+        sum(words for product in products for _, words in product.gathered(operand, grid, tokens)) * size for operand in OPERANDS
     )
     if full:
         return saved, owed + operands + gradients - stream * size / ranks
-    own = sum(one.words(B, grid, tokens) * size * (words > 0) for one in products for _, words in one.gathered(B, grid, 1))
+    own = sum(
+        product.words(B, grid, tokens) * size * (words > 0) for product in products for _, words in product.gathered(B, grid, 1)
+    )
     weights = np.maximum(0.0, (weights + own) * (inner.replicas == 1) - alone[0].weights / ranks)
     return saved + operands + weights, owed + operands + gradients
 
@@ -121,12 +123,12 @@ class AloneKeeps(NamedTuple):
 
 def _together(every: Iterable[Moved]) -> list[Moved]:
     """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
-    found: dict[object, Moved] = {}
-    for number, one in enumerate(one for one in every if one.size > 0):
-        key = (one.axis, one.name, number if one.name in CHAINS else -1)
-        before = found.get(key, one._replace(size=0.0, many=0))
-        found[key] = one._replace(size=one.size + before.size, many=one.many + before.many)
-    return list(found.values())
+    result: dict[object, Moved] = {}
+    for number, item in enumerate(entry for entry in every if entry.size > 0):
+        key = (item.axis, item.name, number if item.name in CHAINS else -1)
+        before = result.get(key, item._replace(size=0.0, many=0))
+        result[key] = item._replace(size=item.size + before.size, many=item.many + before.many)
+    return list(result.values())
 
 
 class AloneMove(NamedTuple):
@@ -183,10 +185,10 @@ class Bounds:
 
         def each(copies: Any) -> Any:
             kinds, place = np.unique(copies, return_inverse=True)
-            return np.array([sum(kept_per_element(inner.dtype, zero, int(one), moments)) for one in kinds])[place.reshape(-1)]
+            return np.array([sum(kept_per_element(inner.dtype, zero, int(kind), moments)) for kind in kinds])[place.reshape(-1)]
 
-        dense = sum(one.holding(0).words(B, sizes, size) for one in inner.products)
-        routed = sum(one.holding(experts).words(B, sizes, size) for one in inner.products) - dense
+        dense = sum(product.holding(0).words(B, sizes, size) for product in inner.products)
+        routed = sum(product.holding(experts).words(B, sizes, size) for product in inner.products) - dense
         layer = dense * each(dp) + routed * each(of_experts)
         alone = [self._alone_keeps(inner, zero, way, own, dp) for way in PASSES[:2]]
         (enter, leave, tied), head, top = self._beside(inner, zero, own)
@@ -197,7 +199,9 @@ class Bounds:
             alike = [(layers * (dense + routed), dp)]  # of which one is shared out to fewer buckets
             sums: Any = 0.0
             if zero == 2:
-                several = (summed(inner, one, ranks, np.maximum(0, rows.micro_batches[at] - flying))[0] for one in (kinds, alike))
+                several = (
+                    summed(inner, item, ranks, np.maximum(0, rows.micro_batches[at] - flying))[0] for item in (kinds, alike)
+                )
                 sums = MARGIN * np.where(of_experts < dp, *several)
             ends = (is_first * enter + is_last * (leave + tied * (1 - is_first))) / ranks * each(dp)
             states = np.maximum(states, layers * layer + ends)
@@ -206,28 +210,28 @@ class Bounds:
         return states, held + in_pipe(inner, size, ranks) * (rows.pp[at] > 1)
 
     def _alone_keeps(self, inner: StageGrid, zero: int, way: str, rows: Numeric, dp: Numeric) -> Kept:
-        """What a block keeps at least of so many rows on one rank alone after a pass, less what replicas share of it.
+        """Bytes that a block keeps at least of so many rows on one rank alone after a pass, less what replicas share of it.
 
         That are copies of weights, of which contexts have those that one rank has.
         """
 
         def of(inner: StageGrid, replicas: int = 1) -> tuple[float, float]:
             cells, unit = self._cells(inner, replicas)
-            net = [piece.net for one in PASSES[: PASSES.index(way) + 1] for piece in cells.passes[one] if piece.cell == BLOCK]
+            net = [piece.net for pass_ in PASSES[: PASSES.index(way) + 1] for piece in cells.passes[pass_] if piece.cell == BLOCK]
             return sum(line.base for line in net), unit * sum(line.slope for line in net)
 
         base, slope = of(inner)
         if zero == 3:
-            inner = replace(inner, outer=tuple(one for one in inner.outer if one[0] not in SPLIT_SEQUENCES), options=())
+            inner = replace(inner, outer=tuple(item for item in inner.outer if item[0] not in SPLIT_SEQUENCES), options=())
             both, groups = 2 * inner.copies, inner.expert_groups
             most = np.maximum(*((1 - many / dp) / (1 - many / both) for many in (1, groups)))
             base -= most * (of(inner)[0] - of(inner, 2)[0])
         return Kept(MARGIN * (base + slope * rows), base)
 
     def _beside(self, inner: StageGrid, zero: int, rows: Numeric) -> AloneKeeps:
-        """What one rank alone holds beside what its blocks save of so many rows."""
+        """Bytes that one rank alone holds next to what its blocks save of so many rows."""
         cells, unit = self._cells(inner)
-        head = sum(one.net.at(unit * rows) for one in cells.passes["F"] if one.cell == LEAVE)
+        head = sum(pass_.net.at(unit * rows) for pass_ in cells.passes["F"] if pass_.cell == LEAVE)
         shared = cells.elements[BLOCK] * dtype_of(inner.dtype).nbytes if zero == 3 else 0  # gradients, until replicas sum them
         top = 0.0 if inner.split else np.maximum(0.0, MARGIN * _top(cells, unit * rows) - shared)
         return AloneKeeps((cells.elements[ENTER], cells.elements[LEAVE], cells.elements["tied"]), MARGIN * head, top)
@@ -249,7 +253,7 @@ class Bounds:
         parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
         fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
         around = *beside, *_dispatched(inner, rows.share[at], rows.ranks[at])
-        parts[BLOCK] = parts[BLOCK] + fastest * sum(one.size for one in around)
+        parts[BLOCK] = parts[BLOCK] + fastest * sum(item.size for item in around)
         if rows.era.zero[saving[1]] == 3:
             gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
             parts[BLOCK] = parts[BLOCK] + fastest * gathered
@@ -267,7 +271,7 @@ class Bounds:
         parts, elements, _ = self._work[key]
         around = plan.pp, plan.micro_batches
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
-        blocks, split = (self._block(one) for one in placements), _split(plan.inner, parts, elements, plan.chunks)
+        blocks, split = (self._block(placement) for placement in placements), _split(plan.inner, parts, elements, plan.chunks)
         return [float(_closed({**parts, BLOCK: block}, split, *around, stages)) for block in blocks]
 
     def _block(self, plan: Plan) -> float:
@@ -293,40 +297,40 @@ class Bounds:
         replicas. ranks : all.
         """
         inside, crowding = prod(sizes.values()), self.cluster.crowding(ranks)
-        found, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
+        result, half, size = {}, self.cluster["product.half"], dtype_of(inner.dtype).nbytes
         wider = master_dtype(inner.dtype)  # which hosts multiply 16-bit operands in
-        peak = max(self.cluster.peak(one) for one in {inner.dtype, wider} if f"peak.{one}" in self.cluster.numbers)
+        peak = max(self.cluster.peak(item) for item in {inner.dtype, wider} if f"peak.{item}" in self.cluster.numbers)
         flop = crowding / (peak * self.cluster["product.efficiency"])
         byte = crowding * self.cluster.byte_time()
         launch = crowding * self.cluster["product.launch"]
         own, beside = rows * contexts(inner), []
         for cell in CELLS:
             launched, still, row, cubes, moves = self._of_one(inner, cell, crowding)
-            found[cell] = launched + (still / shards + row * own) / inside
-            beside += [Moved(one.axis, one.name, (one.still + one.row * own) / inside, one.many) for one in moves]
+            result[cell] = launched + (still / shards + row * own) / inside
+            beside += [Moved(move.axis, move.name, (move.still + move.row * own) / inside, move.many) for move in moves]
             for many, volume in cubes:
                 share = volume * own / inside
-                found[cell] = found[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
-        elements, passes = found[BLOCK], 4 if inner.recompute == "full" else 3
+                result[cell] = result[cell] + many * (2 * share * flop * (1 + half / share ** (1 / 3)) + launch)
+        elements, passes = result[BLOCK], 4 if inner.recompute == "full" else 3
         for m, n, k, many in self._multiplied(inner, sizes, rows):  # those of gradients have these sizes in other places
             many = passes * many
             side, moving = np.minimum(np.minimum(m, n), k), size * (m * k + k * n + m * n) * byte
-            found[BLOCK] = found[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
-        return found, elements, beside
+            result[BLOCK] = result[BLOCK] + many * (np.maximum(2 * m * n * k * flop * (1 + half / side), moving) + launch)
+        return result, elements, beside
 
     def _multiplied(
         self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric
     ) -> Iterator[tuple[Numeric, Numeric, Numeric, Numeric]]:
         """(m, n, k, how many) of a block's products on a rank, forward: of each of its experts one, of as many tokens."""
         experts, groups, model = inner.own_experts, inner.expert_groups, inner.model
-        for one in inner.products:
-            (m, n, k), many = one.local(sizes, rows * model.sequence), one.count(sizes)
-            if not one.expert:
+        for gemm in inner.products:
+            (m, n, k), many = gemm.local(sizes, rows * model.sequence), gemm.count(sizes)
+            if not gemm.expert:
                 yield m, n, k, many
                 continue
-            into = one.sizes["k"] == model.hidden  # else out of the experts' width
+            into = gemm.sizes["k"] == model.hidden  # else out of the experts' width
             for width, tokens, times in (
-                (one.expert, m * model.num_chosen * groups / model.num_experts, experts),
+                (gemm.expert, m * model.num_chosen * groups / model.num_experts, experts),
                 (model.shared_width / model.matrices[-1][0], m, 1),
             ):
                 if width:
@@ -345,20 +349,24 @@ class Bounds:
             for kind, many in cells.counts[at].items()
         )
         for kind, many in every:
-            still, one = cells.kinds[kind].at(0), cells.kinds[kind].at(1)
-            if one.kind == "elements":
+            still, item = cells.kinds[kind].at(0), cells.kinds[kind].at(1)
+            if item.kind == "elements":
                 launched += many * crowding * self.cluster["elements.launch"]
                 size += many * (still.read + still.written) * byte
-                slope += many * ((one.read - still.read) + (one.written - still.written)) * byte
-            elif one.kind == "product" and one.batch > still.batch:  # of attention, whose sizes are those of a head on every grid
+                slope += many * ((item.read - still.read) + (item.written - still.written)) * byte
+            elif (
+                item.kind == "product" and item.batch > still.batch
+            ):  # of attention, whose sizes are those of a head on every grid
                 launch = self.cluster["product.launch"]
                 launched += many * crowding * launch
-                attended += many * crowding * (prices.product(one) - launch)
-            elif one.kind == "product" and cell != BLOCK:
-                cubes.append((many, unit * one.m * one.n * one.k))
-            elif one.kind == "move" and cell == BLOCK and not SPLIT_SEQUENCES.isdisjoint(part_of(one.axis).names):
-                still_words, width = still.words, many * dtype_of(one.dtype).nbytes
-                moves.append(AloneMove(one.axis, one.name, many, width * still_words, unit * width * (one.words - still_words)))
+                attended += many * crowding * (prices.product(item) - launch)
+            elif item.kind == "product" and cell != BLOCK:
+                cubes.append((many, unit * item.m * item.n * item.k))
+            elif item.kind == "move" and cell == BLOCK and not SPLIT_SEQUENCES.isdisjoint(part_of(item.axis).names):
+                still_words, width = still.words, many * dtype_of(item.dtype).nbytes
+                moves.append(
+                    AloneMove(item.axis, item.name, many, width * still_words, unit * width * (item.words - still_words))
+                )
         row = unit * (MARGIN * slope + attended)
         self._alone[key] = SingleRankWork(MARGIN * launched, MARGIN * size, row, tuple(cubes), tuple(moves))
         return self._alone[key]
@@ -369,29 +377,29 @@ class Bounds:
         What is no line of any number of rows is of one row.
         """
         unit, replicas = inner.copies // contexts(inner), replicas * inner.copies if replicas > 1 else 1
-        one = replace(inner, scheme=SERIAL, axes=tuple(alone(SERIAL).sizes), regather=False, unit=unit, replicas=replicas)
-        cells, units = self.times.store.cells(one, SEVERAL)
-        return (cells, units / SEVERAL) if units > 1 else self.times.store.cells(one, 1)
+        item = replace(inner, scheme=SERIAL, axes=tuple(alone(SERIAL).sizes), regather=False, unit=unit, replicas=replicas)
+        cells, units = self.times.store.cells(item, SEVERAL)
+        return (cells, units / SEVERAL) if units > 1 else self.times.store.cells(item, 1)
 
     # -- communication
 
-    def _seconds(self, prices: Prices, one: Moved) -> tuple[float, float]:
+    def _seconds(self, prices: Prices, place: Moved) -> tuple[float, float]:
         """Seconds of launches and hops, and of volume, of communications along an axis whose links are known."""
-        members = group_size(prices.topology.shape, one.axis)
-        key = id(prices), one.axis, one.name
+        members = group_size(prices.topology.shape, place.axis)
+        key = id(prices), place.axis, place.name
         if key not in self._rates:
             word, fill = 4, 0.0
-            least, volume = prices.move(move(one.name, one.axis, MANY, "float32"))
-            if one.name in CHAINS:
-                most, (least, _) = least, prices.move(move(one.name, one.axis, 1, "float32"))
+            least, volume = prices.move(move(place.name, place.axis, MANY, "float32"))
+            if place.name in CHAINS:
+                most, (least, _) = least, prices.move(move(place.name, place.axis, 1, "float32"))
                 fill = (most - least) / max(1.0, self.cluster["collectives.chunk"] - word)
-            received = members / (members - 1) if one.name == "broadcast" else 1.0  # its words are those of the message
+            received = members / (members - 1) if place.name == "broadcast" else 1.0  # its words are those of the message
             self._rates[key] = least, fill, received * volume / (word * MANY)
         fixed, fill, byte = self._rates[key]
         if fill:  # of a chain, by the first chunk of a message
-            message = one.size / one.many * members / (members - 1)
+            message = place.size / place.many * members / (members - 1)
             fixed += fill * min(self.cluster["collectives.chunk"], message)
-        return one.many * fixed, one.size * byte
+        return place.many * fixed, place.size * byte
 
     def _gathered(self, plan: Plan, prices: Prices, elements: float) -> float:
         """Seconds of the gathers of a block's shared weights, and of the sums of their gradients, behind element-wise work."""
@@ -429,12 +437,12 @@ class Bounds:
         least: Numeric = np.inf
         active = {axis: np.greater(volume, 0) for axis, volume in volumes.items()}
         for inside in product((False, True), repeat=len(sizes)):
-            kept = {axis: active[axis] & one for axis, one in zip(sizes, inside, strict=True)}
-            fits = np.all([active[axis] | (not one) for axis, one in zip(sizes, inside, strict=True)], axis=0)
-            share = node / prod(np.where(one, sizes[axis], 1) for axis, one in kept.items())
-            out = [np.where(active[axis] & ~one, volumes[axis], 0.0) for axis, one in kept.items()]
-            many = np.maximum(1, sum(one > 0 for one in out))
-            mean = many * (prod(np.where(one > 0, one, 1.0) for one in out) / share) ** (1 / many) * (sum(out) > 0)
+            kept = {axis: active[axis] & item for axis, item in zip(sizes, inside, strict=True)}
+            fits = np.all([active[axis] | (not item) for axis, item in zip(sizes, inside, strict=True)], axis=0)
+            share = node / prod(np.where(item, sizes[axis], 1) for axis, item in kept.items())
+            out = [np.where(active[axis] & ~item, volumes[axis], 0.0) for axis, item in kept.items()]
+            many = np.maximum(1, sum(item > 0 for item in out))
+            mean = many * (prod(np.where(item > 0, item, 1.0) for item in out) / share) ** (1 / many) * (sum(out) > 0)
             taken = np.maximum(mean, sum(out) / node) * node / (port.ports * port.bandwidth)
             least = np.minimum(least, np.where(fits & (share >= 1), taken, np.inf))
         fixed = sum(waited.values())
@@ -442,7 +450,7 @@ class Bounds:
 
 
 def _dispatched(inner: StageGrid, rows: Numeric, ranks: Numeric) -> Iterator[Moved]:
-    """What all-to-alls to experts and back move: of a rank's tokens, those of experts that only other ranks along ep hold.
+    """Words of all-to-alls to experts and back: of a rank's tokens, those of experts that only other ranks along ep hold.
 
     ranks : of a grid, on which such a rank has its share of so many rows.
     As many tokens go to each expert.
@@ -458,7 +466,7 @@ def _dispatched(inner: StageGrid, rows: Numeric, ranks: Numeric) -> Iterator[Mov
 def _top(cells: Cells, units: Numeric) -> Numeric:
     """The most bytes that backward of a block takes beyond those before it."""
     net, top = 0.0, 0.0
-    for piece in next(list(run) for cell, run in groupby(cells.passes["B"], lambda one: one.cell) if cell == BLOCK):
+    for piece in next(list(run) for cell, run in groupby(cells.passes["B"], lambda item: item.cell) if cell == BLOCK):
         top = np.maximum(top, net + piece.top.at(units))
         net = net + piece.net.at(units)
     return top
@@ -467,12 +475,12 @@ def _top(cells: Cells, units: Numeric) -> Numeric:
 class SplitPasses(NamedTuple):
     """Seconds of a block's products at least, where backward is split: of forward, and as much of gradients of weights; of X.
 
-    one : whether each rank has one chunk (ZB-H1)
+    single : whether each rank has one chunk (ZB-H1)
     """
 
     forward: Numeric
     inputs: Numeric
-    one: Numeric
+    single: Numeric
 
 
 def _split(inner: StageGrid, parts: Mapping[str, Numeric], elements: Numeric, chunks: Numeric) -> SplitPasses | None:
@@ -498,8 +506,8 @@ def _closed(
     of_first, of_last = first * block + parts[ENTER] + parts[LEAVE] * both, last * block + parts[LEAVE] * (1 - both)
     if split is None:
         return np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * block)
-    found = np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * split.forward)
-    return np.maximum(found, split.one * _of_one_chunk(parts, split, pp, micro_batches, layers))
+    result = np.maximum(micro_batches * of_first, micro_batches * of_last + (pp - 1) * least * split.forward)
+    return np.maximum(result, split.single * _of_one_chunk(parts, split, pp, micro_batches, layers))
 
 
 def _of_one_chunk(

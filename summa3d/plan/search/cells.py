@@ -70,7 +70,7 @@ class StageGrid:
 
     def __reduce__(self) -> tuple[type[StageGrid], tuple[Any, ...]]:
         """Make it anew in another process, where texts have other hashes."""
-        return StageGrid, tuple(getattr(self, one.name) for one in fields(self))
+        return StageGrid, tuple(getattr(self, field_.name) for field_ in fields(self))
 
     def __hash__(self) -> int:
         """Hash once what many tables are asked for."""
@@ -88,7 +88,7 @@ class StageGrid:
 
     @property
     def gathers(self) -> bool:
-        """Whether its products gather their operands whole, so that backward may gather them again."""
+        """Return whether its products gather their operands whole, so that backward may gather them again."""
         return self.products[0].gathers
 
     @cached_property
@@ -136,7 +136,7 @@ class StageGrid:
     def config(self, units: int) -> Config:
         """The configuration of a step of a model of one block, or of three, with micro-batches of `units` units."""
         dp = max(1, self.replicas // self.copies)
-        found = Config(
+        result = Config(
             scheme=self.scheme,
             dtype=self.dtype,
             recompute=self.recompute,
@@ -149,7 +149,7 @@ class StageGrid:
             train=TrainConfig(batch=ACCUMULATE * units * self.unit * dp, accumulate=ACCUMULATE),
             data=DataConfig(tokenizer=numbers_of(self.model)),
         )
-        return with_options(found, self.options)
+        return with_options(result, self.options)
 
     def key(self, single: bool) -> dict[str, Any]:
         """All that a trace depends on, as JSON: of one unit (`single`), or of the line through two sizes."""
@@ -237,12 +237,12 @@ class Cells:
     @cached_property
     def counts(self) -> dict[tuple[str, str], dict[int, int]]:
         """(cell, pass) → kind → how often it is there."""
-        ways = ((cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in PASSES)
-        return {at: Counter(kind for kind, _ in self.numbered(*at)) for at in ways}
+        passes = ((cell, way) for cell in (ENTER, BLOCK, LEAVE) for way in PASSES)
+        return {at: Counter(kind for kind, _ in self.numbered(*at)) for at in passes}
 
     def numbered(self, cell: str, way: str) -> Iterator[tuple[int, int]]:
         """(kind, id) of a cell's operations in one pass, in order."""
-        return (one for piece in self.passes[way] if piece.cell == cell for one in piece.ops)
+        return (op for piece in self.passes[way] if piece.cell == cell for op in piece.ops)
 
     @cached_property
     def extents(self) -> dict[tuple[str, int, bool, bool, int], tuple[int, int]]:
@@ -255,24 +255,24 @@ class Cells:
 
         Those are communications during which a product is computed or another one issued, and element-wise work during others.
         """
-        found: dict[tuple[str, str], dict[int, int]] = {}
+        result: dict[tuple[str, str], dict[int, int]] = {}
         for key in self.counts:
             ops = [(self.kinds[kind].op.kind, kind, number) for kind, number in self.numbered(*key)]
-            many = found.setdefault(key, {})
+            many = result.setdefault(key, {})
             ends = {number: place for place, (what, _, number) in enumerate(ops) if what == "wait"}
             for place, (what, kind, number) in enumerate(ops):
                 if what != "move":
                     continue
                 between = ops[place + 1 : ends.get(number, len(ops))]
-                waited = number in ends and all(one[0] in ("elements", "wait") for one in between)
-                for other in [one[1] for one in between if one[0] == "elements"] if waited else [kind]:
+                waited = number in ends and all(item[0] in ("elements", "wait") for item in between)
+                for other in [item[1] for item in between if item[0] == "elements"] if waited else [kind]:
                     many[other] = many.get(other, 0) + 1
-        return found
+        return result
 
     def in_order(self, way: str, units: int) -> list[tuple[str, tuple[Op, ...]]]:
         """The cell and the operations of each stretch of a pass, of a micro-batch of `units` units."""
         known = cache(lambda kind: self.kinds[kind].at(units))
-        return [(one.cell, tuple(known(kind)._replace(id=number) for kind, number in one.ops)) for one in self.passes[way]]
+        return [(pass_.cell, tuple(known(kind)._replace(id=number) for kind, number in pass_.ops)) for pass_ in self.passes[way]]
 
     def prefetched(self, units: int) -> int:
         """The most bytes that a block leaves on their way to the next one."""
@@ -318,14 +318,14 @@ def _sample(inner: StageGrid, units: int) -> TracedCells:
     setting = setting_of(config, 0, inner.shared, inner.device == "cuda")
     first = _traced(setting, config, inner.split)
     if even(setting):
-        return first._replace(passes=tuple(tuple((*one[:3], with_messages(one[3])) for one in of) for of in first.passes))
+        return first._replace(passes=tuple(tuple((*item[:3], with_messages(item[3])) for item in of) for of in first.passes))
     last = _traced(replace(setting, rank=prod(setting.axes.values()) - 1), config, inner.split)
     merged = []
     for ours, others in zip(first.passes, last.passes, strict=True):
         if [piece[0] for piece in ours] != [piece[0] for piece in others]:
             raise ConfigError("ranks of one grid run their cells in different orders.")
         pairs = zip(ours, others, strict=True)
-        merged.append(tuple((*one[:3], largest(one[3], other[3])) for one, other in pairs))
+        merged.append(tuple((*pair[:3], largest(pair[3], other[3])) for pair, other in pairs))
     return first._replace(passes=tuple(merged))
 
 
@@ -339,11 +339,11 @@ def _traced(setting: Any, config: Config, split: bool) -> TracedCells:
     passes = [rank.ops[OpKey(kind, 0, 1)].parts for kind in kinds] + [()] * (len(PASSES) - len(kinds))
     blocks = (BLOCK,) if config.model.layers == 1 else AHEAD
     names = {str(number): name for number, name in enumerate(blocks)}
-    found = [
-        [(names.get(one.cell, one.cell), one.net, one.top, tuple(one.ops)) for one, _ in parts if one.ops or one.net]
+    result = [
+        [(names.get(part.cell, part.cell), part.net, part.top, tuple(part.ops)) for part, _ in parts if part.ops or part.net]
         for parts in (*passes, step.copies, step.optimizer)
     ]
-    found[-2:] = [[one for one in parts if one[0] not in (BEFORE, BEHIND)] for parts in found[-2:]]
+    result[-2:] = [[part for part in parts if part[0] not in (BEFORE, BEHIND)] for parts in result[-2:]]
     elements, tensors = ({ENTER: 0, BLOCK: 0, LEAVE: 0, "tied": 0, "experts": 0} for _ in range(2))
     for state in rank.states:
         tied, expert = state.name == "embedding.weight" and config.model.tied, ".experts." in state.name
@@ -353,7 +353,7 @@ def _traced(setting: Any, config: Config, split: bool) -> TracedCells:
         for cell in (held, *["tied"] * tied, *["experts"] * expert):
             elements[cell] += state.shardings.numel
             tensors[cell] += state.shardings.numel > 0
-    return TracedCells(tuple(map(tuple, found)), elements, tensors, rank.kept)
+    return TracedCells(tuple(map(tuple, result)), elements, tensors, rank.kept)
 
 
 def _cell_of(name: str, blocks: Sequence[str]) -> str:
@@ -380,35 +380,35 @@ def _between(near: TracedCells, far: TracedCells, at: tuple[int, int]) -> Cells 
             return None
         pieces = []
         for (cell, net, top, ops), (_, other_net, other_top, other_ops) in zip(ours, others, strict=True):
-            found = []
-            for one, other in zip(ops, other_ops, strict=True):
-                key = one[:_LAYER] + one[_LAYER + 1 : -1], other[:_LAYER] + other[_LAYER + 1 : -1]
+            result = []
+            for item, other in zip(ops, other_ops, strict=True):
+                key = item[:_LAYER] + item[_LAYER + 1 : -1], other[:_LAYER] + other[_LAYER + 1 : -1]
                 if key not in known:
-                    known[key] = _kind(one, other, at)
+                    known[key] = _kind(item, other, at)
                 kind = known[key]
-                if kind is None or (one.layer, one.id) != (other.layer, other.id):
+                if kind is None or (item.layer, item.id) != (other.layer, other.id):
                     return None
-                found.append((numbers.setdefault(kind, len(numbers)), one.id))
-            pieces.append(PassOps(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(found)))
+                result.append((numbers.setdefault(kind, len(numbers)), item.id))
+            pieces.append(PassOps(cell, _line(net, other_net, at), _line(top, other_top, at), tuple(result)))
         passes.append(tuple(pieces))
     *of_micro_batches, copies, optimizer = passes
     kept, in_order = _line(near.kept, far.kept, at), dict(zip(PASSES, of_micro_batches, strict=True))
     return Cells(tuple(numbers), in_order, copies, optimizer, near.elements, near.tensors, kept)
 
 
-def _kind(one: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
+def _kind(op: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
     """The kind of an operation of two samples; None where they are not one operation, or what it moves grows unevenly.
 
     Its layer and id count for nothing.
     """
-    other = other._replace(layer=one.layer, id=one.id)
-    if one._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
+    other = other._replace(layer=op.layer, id=op.id)
+    if op._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
         return None
-    lines = {name: _line(getattr(one, name), getattr(other, name), at) for name in SIZES}
+    lines = {name: _line(getattr(op, name), getattr(other, name), at) for name in SIZES}
     base: dict[str, Any] = {name: line.base for name, line in lines.items()}
     slopes = tuple((Op._fields.index(name), line.slope) for name, line in lines.items() if line.slope)
-    kind = OpLine(one._replace(**base, layer="", id=-1), slopes)
-    if one.kind != "elements" and kind.at(at[1])._replace(layer=one.layer, id=one.id) != other:
+    kind = OpLine(op._replace(**base, layer="", id=-1), slopes)
+    if op.kind != "elements" and kind.at(at[1])._replace(layer=op.layer, id=op.id) != other:
         return None  # a kernel's sums in lanes make steps; sizes of products and communications make none
     return kind
 

@@ -64,9 +64,9 @@ def run(args: argparse.Namespace, measure: Measure | None = None) -> int:
             say=lambda line: print(f"summa3d plan: {line}", file=sys.stderr),
             tell=tell,
         )
-    found, store = plans.found, plans.searched.times.store
+    result, store = plans.result, plans.searched.times.store
     print(f"summa3d plan: {store.traces} cells traced, {store.read} read from disk", file=sys.stderr)
-    rule = None if args.rule is None else by_rule(found.space, plans.searched)
+    rule = None if args.rule is None else by_rule(result.space, plans.searched)
     trained = {}
     if args.tokens is not None:
         trained = training(plans.seconds, args.ranks, args.step_tokens, args.tokens, args.price)
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace, measure: Measure | None = None) -> int:
         if tried is not None:
             print("\n".join(["", *tried.as_text()]))
     if args.write is not None:
-        held = export(args.write, plans.best, plans.seconds, plans.asked.config, found.cluster, plans.as_json()["plans"][0])
-        more = "" if held["peak"] <= found.limit else f", which is more than {found.limit / GIB:.1f}"
+        held = export(args.write, plans.best, plans.seconds, plans.asked.config, result.cluster, plans.as_json()["plans"][0])
+        more = "" if held["peak"] <= result.limit else f", which is more than {result.limit / GIB:.1f}"
         print(
             f"written: {args.write}/plan.toml, job.sh, plan.json; a dry run has {held['peak'] / GIB:.2f} GiB{more}",
             file=sys.stderr,
@@ -100,8 +100,8 @@ def run(args: argparse.Namespace, measure: Measure | None = None) -> int:
 
 def try_plans(plans: Plans, many: int, measure: Measure) -> Refit:
     """Run the first plans, and refit the cluster to what they took."""
-    best = plans.found.best[:many]
-    peak = max(one.memory.total for one in best)
+    best = plans.result.best[:many]
+    peak = max(item.memory.total for item in best)
     return refit(plans, measure([plans.config(place) for place in range(len(best))], peak))
 
 
@@ -139,7 +139,7 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
             if held.total <= searched.limit:
                 priced.append((searched.times.estimate(plan), str(plan), plan, held))
         if priced:
-            _, _, plan, held = min(priced, key=lambda one: one[:2])
+            _, _, plan, held = min(priced, key=lambda item: item[:2])
             return searched.priced(plan, held)
     return None
 

@@ -22,46 +22,52 @@ SHAKE = (0.8, 1.25)
 GIB = 2**30
 
 
-def explain(found: Found, number: int, times: Times) -> Iterator[str]:
+def explain(result: Found, number: int, times: Times) -> Iterator[str]:
     """The lines of --explain NUMBER. Raises ConfigError for a number that no shown plan has."""
-    if not 1 <= number <= len(found.best):
-        raise ConfigError(f"--explain {number}: the plans that are kept are 1 to {len(found.best)}; --top keeps more.")
-    return _explained(found, number, times)
+    if not 1 <= number <= len(result.best):
+        raise ConfigError(f"--explain {number}: the plans that are kept are 1 to {len(result.best)}; --top keeps more.")
+    return _explained(result, number, times)
 
 
-def _explained(found: Found, number: int, times: Times) -> Iterator[str]:
+def _explained(result: Found, number: int, times: Times) -> Iterator[str]:
     """The lines of `explain`."""
-    one, first = found.best[number - 1], found.best[0]
-    others = {"1": first, f"best of {one.plan.family}": found.families[one.plan.family]}
-    columns = {str(number): one, **{name: other for name, other in others.items() if other is not one}}
-    yield f"\nplan {number}: {one.plan}"
+    item, first = result.best[number - 1], result.best[0]
+    others = {"1": first, f"best of {item.plan.family}": result.families[item.plan.family]}
+    columns = {str(number): item, **{name: other for name, other in others.items() if other is not item}}
+    yield f"\nplan {number}: {item.plan}"
     yield from _terms(columns)
-    yield from _bound(found, one, times)
-    keys = changeable(found.cluster, found.space.dtype)
-    if one is not first:
-        yield _smallest_change(found.cluster, keys, ShownPlans((one, first), times))
-    yield _regret(found, keys, times)
+    yield from _bound(result, item, times)
+    keys = changeable(result.cluster, result.space.dtype)
+    if item is not first:
+        yield _smallest_change(result.cluster, keys, ShownPlans((item, first), times))
+    yield _regret(result, keys, times)
 
 
 def _terms(columns: dict[str, Priced]) -> Iterator[str]:
     """Seconds and bytes, a column for each plan."""
     yield f"{'':<16}" + "".join(f"{name:>18}" for name in columns)
-    flat = [_flat(one) for one in columns.values()]
-    for term in dict.fromkeys(term for one in flat for term in one):
-        yield f"{term:<16}" + "".join(f"{one.get(term, 0.0):>18.4g}" for one in flat)
+    flat = [_flat(column) for column in columns.values()]
+    for term in dict.fromkeys(term for item in flat for term in item):
+        yield f"{term:<16}" + "".join(f"{item.get(term, 0.0):>18.4g}" for item in flat)
 
 
-def _flat(one: Priced) -> dict[str, float]:
-    terms: dict[str, Any] = one.terms
-    times = {"s/step": one.seconds, "compute": terms["compute"], **{f"axis {axis}": time for axis, time in terms["axis"].items()}}
+def _flat(candidate: Priced) -> dict[str, float]:
+    terms: dict[str, Any] = candidate.terms
+    times = {
+        "s/step": candidate.seconds,
+        "compute": terms["compute"],
+        **{f"axis {axis}": time for axis, time in terms["axis"].items()},
+    }
     times |= {name: terms[name] for name in ("p2p", "bubble", "dp", "optimizer", "hidden")}
-    return times | {f"GiB {name}": size / GIB for name, size in zip(one.memory._fields[:-1], one.memory, strict=False)}
+    return times | {
+        f"GiB {name}": size / GIB for name, size in zip(candidate.memory._fields[:-1], candidate.memory, strict=False)
+    }
 
 
-def _bound(found: Found, one: Priced, times: Times) -> Iterator[str]:
-    """Which neighbours of a plan need more memory than there is, and which level of links each axis is bound by."""
-    limit, plan = found.limit, one.plan
-    for what, other in neighbours(plan, found.space.era.schedules):
+def _bound(result: Found, candidate: Priced, times: Times) -> Iterator[str]:
+    """Return which neighbours of a plan need more memory than there is, and which level of links each axis is bound by."""
+    limit, plan = result.limit, candidate.plan
+    for what, other in neighbours(plan, result.space.era.schedules):
         cells, units = times.store.cells(other.inner, other.units)
         size = memory(other, cells, units, times.muon(other)).total
         verdict = "does not fit" if size > limit else "fits"
@@ -104,8 +110,8 @@ class ShownPlans:
     """Plans, and their seconds on clusters with other numbers: as far from the whole simulation as on the described one."""
 
     def __init__(self, shown: Sequence[Priced], times: Times) -> None:
-        self.times, self.plans = times, [one.plan for one in shown]
-        self._off = [one.seconds / times.estimate(one.plan) for one in shown]
+        self.times, self.plans = times, [item.plan for item in shown]
+        self._off = [item.seconds / times.estimate(item.plan) for item in shown]
 
     def on(self, cluster: Cluster, key: str, factor: float) -> tuple[Times, list[float]] | None:
         """Times on the cluster with one number changed, and the plans' seconds; None where the number cannot be so."""
@@ -147,13 +153,13 @@ def _ahead(cluster: Cluster, key: str, factor: float, pair: ShownPlans) -> bool:
     return changed is not None and changed[1][0] < changed[1][1]
 
 
-def _regret(found: Found, keys: list[str], times: Times) -> str:
-    """How much plan 1 loses to the best of the shown plans where one number is other than described: the worst one simulated."""
-    shown = ShownPlans([*{str(one.plan): one for one in (*found.best, *found.families.values())}.values()], times)
+def _regret(result: Found, keys: list[str], times: Times) -> str:
+    """Loss of plan 1 against the best of the shown plans where one number is other than described: the worst one simulated."""
+    shown = ShownPlans([*{str(item.plan): item for item in (*result.best, *result.families.values())}.values()], times)
     worst, at = 0.0, "no number"
     for key in keys:
         for factor in SHAKE:
-            changed = shown.on(found.cluster, key, factor)
+            changed = shown.on(result.cluster, key, factor)
             if changed is not None and (regret := changed[1][0] / min(changed[1]) - 1) > worst:
                 worst, at, other = regret, f"{factor}× {key}", changed[0]
     if worst:

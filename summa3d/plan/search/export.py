@@ -39,10 +39,10 @@ SPARE = 1.25
 STARTUP = 600
 
 
-def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Cluster, found: Mapping[str, Any]) -> dict[str, Any]:
+def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Cluster, result: Mapping[str, Any]) -> dict[str, Any]:
     """Write plan.toml, job.sh and plan.json into a folder; returns what a dry run of plan.toml says of its bytes.
 
-    found : the plan as in the search's JSON. Raises DataError where the folder cannot be written, and ConfigError for
+    result : the plan as in the search's JSON. Raises DataError where the folder cannot be written, and ConfigError for
     a cluster whose devices are not NVIDIA's.
     """
     from ...train.dry_run import predict
@@ -54,7 +54,7 @@ def export(folder: Path, plan: Plan, seconds: float, base: Config, cluster: Clus
         folder.mkdir(parents=True, exist_ok=True)
         write(to_table(config), folder / "plan.toml")
         replace_text(folder / "job.sh", _job(folder, plan, seconds, config, cluster))
-        replace_text(folder / "plan.json", json.dumps({**found, "dry_run": held}, indent=1) + "\n")
+        replace_text(folder / "plan.json", json.dumps({**result, "dry_run": held}, indent=1) + "\n")
     except OSError as error:
         raise DataError(f"{folder} cannot be written: {error}") from None
     return held

@@ -34,35 +34,35 @@ class Plans:
 
     Attributes
     ----------
-    found : all that the search found (the best of each family, what was rejected and why)
+    result : all that the search found (the best of each family, what was rejected and why)
     asked : the model's name and configuration
     searched : the search itself, which can price further plans
     """
 
-    found: Found
+    result: Found
     asked: Request
     searched: PlanSearch
 
     def __len__(self) -> int:
-        return len(self.found.best)
+        return len(self.result.best)
 
     def __getitem__(self, place: int) -> Priced:
-        return self.found.best[place]
+        return self.result.best[place]
 
     @property
     def best(self) -> Plan:
         """The fastest plan."""
-        return self.found.best[0].plan
+        return self.result.best[0].plan
 
     @property
     def seconds(self) -> float:
         """Predicted seconds of a step of the fastest plan, within `band`."""
-        return self.found.best[0].seconds
+        return self.result.best[0].seconds
 
     @property
     def band(self) -> float:
         """Half the width of the band of predicted times, as a share of them."""
-        return own_band(self.found.cluster)[0]
+        return own_band(self.result.cluster)[0]
 
     @property
     def grid(self) -> dict[str, int]:
@@ -71,22 +71,22 @@ class Plans:
 
     def config(self, place: int = 0) -> Config:
         """The configuration of a plan, the fastest by default: what `summa3d train` would run, and `dry_run` takes."""
-        return configured(self.found.best[place].plan, self.asked.config)
+        return configured(self.result.best[place].plan, self.asked.config)
 
     def explain(self, place: int) -> list[str]:
         """Say in lines why the plan of this number, from 1, is where it is. Raises ConfigError for a number that there is not."""
         if place < 1:
             raise ConfigError(f"plan {place} is none; the plans are numbered from 1.")
-        return list(explain(self.found, place, self.searched.times))
+        return list(explain(self.result, place, self.searched.times))
 
     def as_json(self) -> dict[str, Any]:
-        """What ``summa3d plan --json`` prints."""
-        return as_json(self.found, self.asked)
+        """Report that ``summa3d plan --json`` prints."""
+        return as_json(self.result, self.asked)
 
     def table(self) -> Table:
         """A row for each plan: seconds, utilization, GiB of the fullest rank, and shares of the step's time."""
         rows = self.as_json()["plans"]
-        limits = f"{self.asked.name} on {self.found.cluster.name}, {counted(self.found.space.ranks, 'rank')}, ±{self.band:.0%}"
+        limits = f"{self.asked.name} on {self.result.cluster.name}, {counted(self.result.space.ranks, 'rank')}, ±{self.band:.0%}"
         return Table(
             limits,
             [
@@ -111,7 +111,7 @@ class Plans:
         return self.table().html()
 
     def __str__(self) -> str:
-        return "\n".join(as_text(self.found, self.asked))
+        return "\n".join(as_text(self.result, self.asked))
 
 
 def find_plans(

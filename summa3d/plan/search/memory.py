@@ -80,7 +80,7 @@ class DeviceFit(NamedTuple):
 
 
 def fitting(need: float, memory: float) -> DeviceFit:
-    """Whether a rank that needs so many bytes fits a device. Raises ConfigError where the reserve leaves none."""
+    """Return whether a rank that needs so many bytes fits a device. Raises ConfigError where the reserve leaves none."""
     return DeviceFit(need <= usable(memory), need, memory, reserve(memory))
 
 
@@ -97,21 +97,21 @@ def memory(plan: Plan, cells: Cells, units: int, muon: MuonStep | None = None) -
     """The bytes of the fullest rank. cells, units : as of `Store.cells`. muon : the step of its blocks, where that is Muon's."""
     early = {0, min(1, plan.pp - 1), plan.pp - 1}  # which keep more, where backward is one op
     ranks = fullest(plan.stages, plan.layers) if plan.inner.split else early
-    found = (_of_rank(plan, cells, units, rank, muon) for rank in sorted(ranks))
-    return max(found, key=lambda one: one.total)
+    result = (_of_rank(plan, cells, units, rank, muon) for rank in sorted(ranks))
+    return max(result, key=lambda item: item.total)
 
 
 def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | None = None) -> Memory:
     held, experts = number_of(plan, cells.elements, rank), plan.layers_of(rank) * cells.elements["experts"]
     each, of_experts = (kept_per_element(plan.inner.dtype, plan.zero, many) for many in (plan.copies, plan.expert_copies))
     each_kind = zip(each, of_experts, strict=True)
-    parameters, gradients, optimizer = (round((held - experts) * one + experts * other) for one, other in each_kind)
+    parameters, gradients, optimizer = (round((held - experts) * item + experts * other) for item, other in each_kind)
     if muon is not None:  # whose moment of a matrix is one word
         matrices = plan.layers_of(rank) * plan.inner.model.block_elements // plan.inner.ranks
         optimizer -= round(matrices * kept_per_element(plan.inner.dtype, plan.zero, plan.copies, 1)[2])
     stages = plan.stages[rank]
     extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}
-    nets, tops = ([[one[of] for one in extents[way]] for way in PASSES] for of in (0, 1))
+    nets, tops = ([[extent[of] for extent in extents[way]] for way in PASSES] for of in (0, 1))
     if plan.inner.split:
         activations, top = _peaks(plan, rank, *map(np.array, (nets, tops)))
     else:
@@ -148,7 +148,7 @@ def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple
 
 
 def _peaks(plan: Plan, rank: int, nets: Any, tops: Any) -> tuple[int, int]:
-    """What is kept between the ops of a rank whose backward is split, and the peak within them.
+    """Bytes kept between the ops of a rank whose backward is split, and the peak within them.
 
     nets, tops : of PASSES and chunks. From F to X a micro-batch keeps what forward saved, from X to W what that has left.
     """
@@ -173,14 +173,14 @@ def summed(inner: StageGrid, kinds: Sequence[tuple[Any, Any]], ranks: Any, numbe
     """
     size, bucket = dtype_of(master_dtype(inner.dtype)).nbytes, bucket_of(inner, ranks)
     held = [np.where(np.greater(copies, 1), elements * size, 0) for elements, copies in kinds]
-    parts, many = [np.minimum(one, bucket) for one in held], np.maximum(1, sum(np.greater(one, 0) for one in held))
+    parts, many = [np.minimum(item, bucket) for item in held], np.maximum(1, sum(np.greater(item, 0) for item in held))
     together, others = sum(parts), np.minimum(BUCKETS_IN_FLIGHT / many, number)
     flying = sum(
-        one * (1 + 1 / copies) for one, (_, copies) in zip(parts, kinds, strict=True)
+        item * (1 + 1 / copies) for item, (_, copies) in zip(parts, kinds, strict=True)
     )  # messages, and what is left of them
-    several, all_along = np.any([np.greater(one, bucket) for one in held], axis=0), BUCKETS_IN_FLIGHT * np.max(parts, axis=0)
+    several, all_along = np.any([np.greater(item, bucket) for item in held], axis=0), BUCKETS_IN_FLIGHT * np.max(parts, axis=0)
     before = np.where(many == 1, np.minimum(BUCKETS_IN_FLIGHT - 1, others), 0) * flying
-    return tuple(np.where(several, together + all_along, one) for one in (others * flying, 2 * together + before))
+    return tuple(np.where(several, together + all_along, item) for item in (others * flying, 2 * together + before))
 
 
 def extent(pieces: Iterable[PassOps], times: Mapping[str, int], units: int) -> tuple[int, int]:

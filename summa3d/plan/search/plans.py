@@ -159,14 +159,14 @@ class Plan:
     def keys(self) -> dict[str, Any]:
         """The keys of a training configuration that the plan decides, dotted."""
         inner, grid = self.inner, {f"grid.{axis}": size for axis, size in self.shape.items()}
-        found = {"scheme": inner.scheme, **grid, **dict(inner.options), "grid.order": ",".join(ORDER)}
+        result = {"scheme": inner.scheme, **grid, **dict(inner.options), "grid.order": ",".join(ORDER)}
         if self.tile:
-            found["grid.tile"] = dict(self.tile)
-        found |= {"pipeline.schedule": self.schedule, "pipeline.chunks": self.chunks, "train.accumulate": self.micro_batches}
-        found |= {"recompute": inner.recompute, "regather": inner.regather, "replicas.zero": self.zero}
-        found |= {"overlap.pieces": inner.pieces} if inner.pieces > 1 else {}
-        found |= {"overlap.gather": inner.ahead} if inner.ahead else {}
-        return found | {"train.batch": self.rows * self.dp * self.micro_batches, "dtype": inner.dtype}
+            result["grid.tile"] = dict(self.tile)
+        result |= {"pipeline.schedule": self.schedule, "pipeline.chunks": self.chunks, "train.accumulate": self.micro_batches}
+        result |= {"recompute": inner.recompute, "regather": inner.regather, "replicas.zero": self.zero}
+        result |= {"overlap.pieces": inner.pieces} if inner.pieces > 1 else {}
+        result |= {"overlap.gather": inner.ahead} if inner.ahead else {}
+        return result | {"train.batch": self.rows * self.dp * self.micro_batches, "dtype": inner.dtype}
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}{size}" for axis, size in self.inner.shape.items() if size > 1)
@@ -213,11 +213,11 @@ class PlanTable:
         table = np.array(around, dtype=np.int64).T
         self.inner, *self.around = table
         self.dp, self.pp, self.schedule, self.chunks, self.units, self.micro_batches = self.around
-        self.sizes = {axis: self._of([one.shape.get(axis, 1) for one in inners]) for axis in inners[0].shape}
-        self.ranks, copies = self._of([one.ranks for one in inners]), inners[0].copies
-        self.copies, self.share = self.dp * copies, self.units * self._of([one.unit for one in inners]) / copies
+        self.sizes = {axis: self._of([inner.shape.get(axis, 1) for inner in inners]) for axis in inners[0].shape}
+        self.ranks, copies = self._of([inner.ranks for inner in inners]), inners[0].copies
+        self.copies, self.share = self.dp * copies, self.units * self._of([inner.unit for inner in inners]) / copies
         self.total = int(self.ranks[0] * self.copies[0] * self.pp[0])
-        self.family = np.array([family_of(one.scheme, one.shape) for one in inners])[self.inner]
+        self.family = np.array([family_of(inner.scheme, inner.shape) for inner in inners])[self.inner]
 
     def _of(self, values: Iterable[int]) -> Any:
         return np.array([*values], dtype=np.int64)[self.inner]
@@ -231,15 +231,15 @@ class PlanTable:
 
         One whose places are both at least those of another takes fewer bytes and more seconds.
         """
-        one, found = self.inners[0], {}
-        moving = (axis for product in one.products for operand in (A, B) for axis in product.apart(operand))
-        gathers = one.gathers & np.any([self.sizes[axis] > 1 for axis in moving] or False, axis=0)
+        item, result = self.inners[0], {}
+        moving = (axis for product in item.products for operand in (A, B) for axis in product.apart(operand))
+        gathers = item.gathers & np.any([self.sizes[axis] > 1 for axis in moving] or False, axis=0)
         for place, (recompute, regather) in enumerate(self.era.variants):
-            if recompute == "selective" and not one.model.attention_dropout:
+            if recompute == "selective" and not item.model.attention_dropout:
                 continue  # fused attention keeps no scores
             for stage in range(len(self.era.zero)):
-                found[place, stage] = (gathers if regather else True) & ((self.copies > 1) | (stage == 0))
-        return found
+                result[place, stage] = (gathers if regather else True) & ((self.copies > 1) | (stage == 0))
+        return result
 
     @cached_property
     def layers(self) -> Any:
@@ -260,14 +260,14 @@ class PlanTable:
         """Of each row, what ranks of its pipeline hold when they keep most (`stages.heaviest`): columns, for several of them."""
 
         def of(pp: int, schedule: int, chunks: int, micro_batches: int) -> tuple[int, ...]:
-            found = heaviest(SCHEDULES[schedule], pp, micro_batches, chunks, self.inners[0].model.layers)
-            return tuple(number for one in found for number in one)
+            result = heaviest(SCHEDULES[schedule], pp, micro_batches, chunks, self.inners[0].model.layers)
+            return tuple(number for item in result for number in item)
 
         columns = _by_kind(of, self.pp, self.schedule, self.chunks, np.minimum(self.micro_batches, 2 * self.pp))
         return columns.reshape(-1, len(HeavyRank._fields), len(self))
 
     def inner_of(self, saving: MemoryOption, row: int) -> StageGrid:
-        """What the cells of a row depend on; of row 0 for all rows, but for its grid, unit and number of replicas."""
+        """Key of the cells of a row; of row 0 for all rows, but for its grid, unit and number of replicas."""
         recompute, regather = self.era.variants[saving[0]]
         replicas = int(self.copies[row]) if self.era.zero[saving[1]] == 3 else 1
         return _kept(self.inners[self.inner[row]], recompute, regather, replicas)
@@ -282,7 +282,7 @@ class PlanTable:
 def _by_kind(function: Callable[..., tuple[int, ...]], *columns: Any) -> Any:
     """Columns of what a function returns for each row of columns; it is called once for rows that are alike."""
     kinds, place = np.unique(np.stack(columns), axis=1, return_inverse=True)
-    return np.array([function(*map(int, one)) for one in kinds.T]).T[:, place.reshape(-1)]
+    return np.array([function(*map(int, item)) for item in kinds.T]).T[:, place.reshape(-1)]
 
 
 @cache
@@ -323,21 +323,21 @@ def columns(space: Space, rejected: Counter[tuple[str, str]]) -> list[PlanTable]
     What does not divide is counted in `rejected` by family and reason.
     """
     recompute, regather = space.era.variants[0]
-    found: dict[object, tuple[list[StageGrid], list[OuterGrid]]] = {}
+    result: dict[object, tuple[list[StageGrid], list[OuterGrid]]] = {}
     kinds = [*dict.fromkeys(is_split(name, 2) for name in space.era.schedules)]
     for scheme, shape, unit, (outer, options) in inners(space, rejected):
         ranks, family = prod(shape.values()) * prod(size for _, size in outer), family_of(scheme, shape)
         of = space.model, scheme, tuple(shape.items()), recompute, regather, space.dtype, space.device, unit
-        several = {split: found.setdefault((scheme, outer, options, split), ([], [])) for split in kinds}
+        several = {split: result.setdefault((scheme, outer, options, split), ([], [])) for split in kinds}
         for pp in divisors(space.ranks // ranks):
             if pp > space.model.layers:
                 rejected[family, "more stages than layers"] += 1
                 continue
-            for one in _around(len(several[kinds[0]][0]), unit, family, space, pp, space.ranks // ranks // pp, rejected):
-                several[is_split(SCHEDULES[one.schedule], pp)][1].append(one)
+            for item in _around(len(several[kinds[0]][0]), unit, family, space, pp, space.ranks // ranks // pp, rejected):
+                several[is_split(SCHEDULES[item.schedule], pp)][1].append(item)
         for split, (every, _) in several.items():
             every.append(StageGrid(*of, shared=space.shared, split=split, outer=outer, options=options))
-    return [PlanTable(space.era, every, around) for every, around in found.values() if around]
+    return [PlanTable(space.era, every, around) for every, around in result.values() if around]
 
 
 Around = tuple[tuple[tuple[str, int], ...], tuple[tuple[str, Any], ...]]
@@ -357,7 +357,7 @@ def inners(space: Space, rejected: Counter[tuple[str, str]]) -> Iterator[tuple[s
                 if reason:
                     rejected[family_of(scheme, shape), reason] += 1
                     continue
-                rows = {one.name for one in space.outer if one.splits_rows}
+                rows = {item.name for item in space.outer if item.splits_rows}
                 for around, why in _outer(space, shape, space.ranks // ranks):
                     if why:
                         rejected[family_of(scheme, shape), why] += 1
@@ -371,7 +371,7 @@ def _outer(space: Space, shape: Mapping[str, int], ranks: int) -> Iterator[tuple
     for axis in space.outer:
         every.append([(), *((axis, size, values) for size in divisors(ranks)[1:] for values in axis.choices)])
     for around in product(*every):
-        several = [one for one in around if one]
+        several = [item for item in around if item]
         if ranks % prod(size for _, size, _ in several):
             continue
         outer = tuple((axis.name, size) for axis, size, _ in several)
@@ -412,13 +412,13 @@ def _schedules(names: tuple[str, ...], layers: int, pp: int, micro_batches: int)
     """(Place in SCHEDULES, stages of a rank) of a pipeline's programs; stages that are interleaved have equal layers."""
     if pp == 1:
         return [(0, 1)]
-    found = [(name, chunks) for name in names for chunks in range(1, MOST_CHUNKS + 1)]
-    found = [(name, chunks) for name, chunks in found if name != "interleaved" or layers % (pp * chunks) == 0]
-    return [(SCHEDULES.index(name), chunks) for name, chunks in found if is_possible(name, layers, pp, micro_batches, chunks)]
+    result = [(name, chunks) for name in names for chunks in range(1, MOST_CHUNKS + 1)]
+    result = [(name, chunks) for name, chunks in result if name != "interleaved" or layers % (pp * chunks) == 0]
+    return [(SCHEDULES.index(name), chunks) for name, chunks in result if is_possible(name, layers, pp, micro_batches, chunks)]
 
 
 def is_possible(schedule: str, layers: int, pp: int, micro_batches: int, chunks: int) -> bool:
-    """Whether a schedule takes so many micro-batches and chunks, and the layers fill its stages."""
+    """Return whether a schedule takes so many micro-batches and chunks, and the layers fill its stages."""
     try:
         rule_of(schedule, pp, micro_batches, chunks)
         balanced(layers, pp, chunks)
@@ -438,12 +438,12 @@ def tiles(plan: Plan, nodes: tuple[int, ...]) -> Iterator[Plan]:
 def _tiles(axes: tuple[tuple[str, int], ...], nodes: tuple[int, ...]) -> list[tuple[tuple[str, int], ...]]:
     wide = [(axis, size) for axis, size in axes if size > 1]
     ranks = prod(size for _, size in wide)
-    found = []
+    result = []
     for many in dict.fromkeys(gcd(node, ranks) for node in nodes):
         for sizes in product(*(divisors(size) for _, size in wide)) if len(wide) > 1 < many else ():
             if prod(sizes) == many:
-                found.append(tuple(zip((axis for axis, _ in wide), sizes, strict=True)))
-    return found
+                result.append(tuple(zip((axis for axis, _ in wide), sizes, strict=True)))
+    return result
 
 
 def refused(space: Space, plan: Plan) -> str:

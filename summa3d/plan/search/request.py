@@ -102,7 +102,7 @@ def _check_mixture(model: ModelConfig, optimizer: str | None) -> None:
 def space_of(
     asked: Request, cluster: Cluster, ranks: int, batch: int, era: str, fixes: Sequence[str], limits: Sequence[str]
 ) -> Space:
-    """What is searched. Raises ConfigError for what cannot be; the keys that are known are those of `plans.keys_known`."""
+    """Space of a search. Raises ConfigError for what cannot be; the keys that are known are those of `plans.keys_known`."""
     positive("ranks", ranks)
     if era not in ERAS:
         raise ConfigError(f"--era {era} is not known; the nearest is {nearest(era, list(ERAS))}. Known: {', '.join(ERAS)}.")
@@ -144,14 +144,14 @@ def _limited(limits: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
     least: dict[str, int] = {}
     most: dict[str, int] = {}
     for text in limits:
-        found = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
-        number = whole(found[3]) if found else None
-        if not found or number is None:
+        result = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
+        number = whole(result[3]) if result else None
+        if not result or number is None:
             raise ConfigError(f"--limit {text!r} is not of the form KEY<=NUMBER or KEY>=NUMBER, as in --limit 'y<=8'.")
-        key = _known("--limit", found[1])
+        key = _known("--limit", result[1])
         if key in WORDS or key in TAKES:
-            raise ConfigError(f"--limit {text!r}: {found[1]} is no number; --fix {found[1]}=… takes it.")
-        if found[2] == "<=":
+            raise ConfigError(f"--limit {text!r}: {result[1]} is no number; --fix {result[1]}=… takes it.")
+        if result[2] == "<=":
             most[key] = min(number, most.get(key, number))
         else:
             least[key] = max(number, least.get(key, number))
@@ -166,26 +166,26 @@ def _fixed(fixes: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ConfigError(f"--fix {text!r} is not of the form KEY=VALUE, as in --fix pp=8.")
         key = _known("--fix", short)
-        found = _value(short, key, value)
-        if every.setdefault(key, found) != found:
-            raise ConfigError(f"--fix {short} is given {every[key]} and {found}; a key has one value.")
+        result = _value(short, key, value)
+        if every.setdefault(key, result) != result:
+            raise ConfigError(f"--fix {short} is given {every[key]} and {result}; a key has one value.")
     return every
 
 
 def _value(short: str, key: str, text: str) -> Any:
     """The value of a key as text."""
-    found = toml_value(text, text)
+    result = toml_value(text, text)
     words = WORDS.get(key)
     if words:
-        if found not in words:
+        if result not in words:
             raise ConfigError(f"--fix {short}={text}: the nearest is {nearest(text, words)}. Known: {', '.join(words)}.")
-        return found
+        return result
     kind, what, example = TAKES.get(key, NUMBER)
-    if type(found) is not kind:
+    if type(result) is not kind:
         raise ConfigError(f"--fix {short}={text}: {short} takes {what}, as in --fix {example}.")
     if kind is dict:
-        build(GridConfig, {"tile": found}, "grid.")  # whose sizes are whole numbers
-    return found
+        build(GridConfig, {"tile": result}, "grid.")  # whose sizes are whole numbers
+    return result
 
 
 def _agree(least: Mapping[str, int], most: Mapping[str, int], fixed: Mapping[str, Any]) -> None:
@@ -205,9 +205,9 @@ def bytes_of(text: str, option: str = "--memory") -> float:
     >>> bytes_of("70GiB"), bytes_of("1.5 GB")
     (75161927680.0, 1500000000.0)
     """
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
+    result = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
     try:
-        size = float(found[1]) * SIZES[found[2].upper()] if found else 0.0
+        size = float(result[1]) * SIZES[result[2].upper()] if result else 0.0
     except (KeyError, ValueError):
         size = 0.0
     if not 0 < size < inf:

@@ -115,30 +115,30 @@ class PlanSearch:
         tell(0, self.considered, 0)
         told = time.monotonic()
         while self._waiting:
-            one = heappop(self._waiting)
+            item = heappop(self._waiting)
             if time.monotonic() > told + EVERY:
                 told = time.monotonic()
                 tell(self.considered - len(self._waiting), self.considered, self.times.store.traces)
-            family = str(self._schemes[one.scheme].family[one.row])
-            if self._hopeless(family, one.floor):
+            family = str(self._schemes[item.scheme].family[item.row])
+            if self._hopeless(family, item.floor):
                 self.rejected[family, "slower than the best by a lower bound"] += 1
-            elif one.placements:
-                self._trace_ahead(one)
-                self._try(one)
+            elif item.placements:
+                self._trace_ahead(item)
+                self._try(item)
             else:
-                plan = self._schemes[one.scheme].plan(one.row, one.saving)
+                plan = self._schemes[item.scheme].plan(item.row, item.saving)
                 placements = self._placements(plan)
-                found = sorted(zip(self._bounds.placed(plan, placements), placements, strict=True), key=lambda pair: pair[0])
-                heappush(self._waiting, one._replace(floor=max(one.floor, found[0][0]), placements=tuple(found)))
+                result = sorted(zip(self._bounds.placed(plan, placements), placements, strict=True), key=lambda pair: pair[0])
+                heappush(self._waiting, item._replace(floor=max(item.floor, result[0][0]), placements=tuple(result)))
         tell(self.considered, self.considered, self.times.store.traces)
         if not self.done:
             raise ConfigError(nothing_fits(self.space, self.limit, self.times.cluster["device.memory"], self.rejected))
         return self._found()
 
     def _useful(self, scheme: int, saving: MemoryOption) -> Any:
-        """Which rows of a scheme a saving may be of use for: all that save less do not fit."""
+        """Return which rows of a scheme a saving may be of use for: all that save less do not fit."""
         return np.logical_and.reduce(
-            [np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][one] for one in less(saving))]
+            [np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][item] for item in less(saving))]
         )
 
     def _consider(self, scheme: int, at: Any, saving: MemoryOption, floor: float | None = None) -> None:
@@ -169,23 +169,27 @@ class PlanSearch:
         for family, many in zip(*np.unique(self._schemes[scheme].family[at], return_counts=True), strict=True):
             self.rejected[str(family), reason] += int(many)
 
-    def _save(self, one: PlanCandidate, reason: str) -> None:
+    def _save(self, candidate: PlanCandidate, reason: str) -> None:
         """Reject a plan, and consider those that save more memory, once none fits that saves less."""
-        at, failed, fresh = np.array([one.row]), self._failed[one.scheme], {one.saving}
-        self._fail(one.scheme, at, one.saving, reason)
-        for saving, there in self._schemes[one.scheme].savings.items():
-            if there[one.row] and not fresh.isdisjoint(less(saving)) and self._useful(one.scheme, saving)[one.row]:
-                self._consider(one.scheme, at, saving, one.floor)
-                if failed[saving][one.row]:
+        at, failed, fresh = np.array([candidate.row]), self._failed[candidate.scheme], {candidate.saving}
+        self._fail(candidate.scheme, at, candidate.saving, reason)
+        for saving, there in self._schemes[candidate.scheme].savings.items():
+            if (
+                there[candidate.row]
+                and not fresh.isdisjoint(less(saving))
+                and self._useful(candidate.scheme, saving)[candidate.row]
+            ):
+                self._consider(candidate.scheme, at, saving, candidate.floor)
+                if failed[saving][candidate.row]:
                     fresh.add(saving)
 
     def _trace_ahead(self, first: PlanCandidate) -> None:
         """Let other processes trace what this plan and the next ones need: of a heap, the nearest of its first entries."""
         store = self.times.store
         if store.idle:
-            for one in (first, *sorted(self._waiting[:AHEAD])):
-                if one.placements and not self._hopeless(self._schemes[one.scheme].family[one.row], one.floor):
-                    store.begin(one.placements[0][1].inner)
+            for item in (first, *sorted(self._waiting[:AHEAD])):
+                if item.placements and not self._hopeless(self._schemes[item.scheme].family[item.row], item.floor):
+                    store.begin(item.placements[0][1].inner)
 
     @cached_property
     def _fixed_tiles(self) -> list[dict[str, int]]:
@@ -193,7 +197,7 @@ class PlanSearch:
 
     @cached_property
     def _untiled(self) -> Space:
-        """What is searched, whatever sub-grid a node holds."""
+        """The space that is searched, whatever sub-grid a node holds."""
         return replace(self.space, fixed={key: value for key, value in (self.space.fixed or {}).items() if key not in TILE})
 
     def _refused(self, plan: Plan) -> str:
@@ -204,7 +208,7 @@ class PlanSearch:
     def _placements(self, plan: Plan) -> list[Plan]:
         """The plan with every sub-grid that a node may hold, or with the one that is fixed."""
         every = tiles(plan, self.space.nodes)
-        return [one for one in every if all(several(dict(one.tile)) == tile for tile in self._fixed_tiles)]
+        return [item for item in every if all(several(dict(item.tile)) == tile for tile in self._fixed_tiles)]
 
     def _hopeless(self, family: str, seconds: float) -> bool:
         return seconds >= self._cutoff and seconds >= self._best.get(family, float("inf"))
@@ -222,12 +226,12 @@ class PlanSearch:
             self._save(waiting, "memory")
             return
         seen = set()
-        for floor, one in waiting.placements:
+        for floor, placement in waiting.placements:
             if self._hopeless(plan.family, floor):
                 self.rejected[plan.family, "slower than the best by a lower bound"] += 1
                 continue
-            bound = self.times.estimate(one, least=True)
-            mark = bound, str(self.times.least(one).forward) if plan.inner.split else ""
+            bound = self.times.estimate(placement, least=True)
+            mark = bound, str(self.times.least(placement).forward) if plan.inner.split else ""
             if mark in seen:
                 self.rejected[plan.family, "its placement loads the links as another's"] += 1
                 continue
@@ -235,22 +239,22 @@ class PlanSearch:
             if self._hopeless(plan.family, bound):
                 self.rejected[plan.family, "slower than the best by counted operations"] += 1
                 continue
-            self._keep(self.times.estimate(one), one, held)
+            self._keep(self.times.estimate(placement), placement, held)
 
     def _keep(self, seconds: float, plan: Plan, held: Memory) -> None:
         self.done.append((seconds, plan, held))
         self._best[plan.family] = min(seconds, self._best.get(plan.family, float("inf")))
         if len(self.done) >= self.top:
-            self._cutoff = sorted(one for one, *_ in self.done)[self.top - 1]
+            self._cutoff = sorted(item for item, *_ in self.done)[self.top - 1]
 
     def _found(self) -> Found:
-        done = sorted(self.done, key=lambda one: (one[0], str(one[1])))
-        nearest = [one for one in done[: 2 * self.top] if one[0] <= NEAR * done[: self.top][-1][0]]
-        nearest = sorted(nearest, key=lambda one: (self._simulated(one[1]), str(one[1])))
+        done = sorted(self.done, key=lambda item: (item[0], str(item[1])))
+        nearest = [item for item in done[: 2 * self.top] if item[0] <= NEAR * done[: self.top][-1][0]]
+        nearest = sorted(nearest, key=lambda item: (self._simulated(item[1]), str(item[1])))
         chosen = {plan: held for _, plan, held in nearest[: self.top]}
         for family in FAMILIES:
-            chosen |= {plan: held for _, plan, held in [one for one in done if one[1].family == family][:1]}
-        fastest = lambda one: (one.seconds, str(one.plan))  # noqa: E731
+            chosen |= {plan: held for _, plan, held in [item for item in done if item[1].family == family][:1]}
+        fastest = lambda item: (item.seconds, str(item.plan))  # noqa: E731
         best = sorted((self.priced(plan, held) for plan, held in chosen.items()), key=fastest)
         many = len(best) if self.space.device == "cuda" else IN_PIECES
         best = sorted([*map(self.overlapped, best[:many]), *best[many:]], key=fastest)
@@ -259,7 +263,7 @@ class PlanSearch:
                 break
             if plan not in chosen:
                 best = sorted([*best, self.overlapped(self.priced(plan, held))], key=fastest)
-        families = {one.plan.family: one for one in reversed(best)}
+        families = {item.plan.family: item for item in reversed(best)}
         families = {family: families[family] for family in FAMILIES if family in families}
         front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
         told = self.considered, len(done), self.rejected
@@ -267,27 +271,27 @@ class PlanSearch:
 
     def _waiting_for_weights(self, done: Sequence[tuple[float, Plan, Memory]]) -> list[tuple[float, Plan, Memory]]:
         """Plans that prefetch may make faster, and the seconds that they take at least if they wait for no weight, ascending."""
-        found = []
+        result = []
         for seconds, plan, held in done:
             if plan.inner.weight_axes:
                 waited = terms(plan, self.times, 0.0)["axis"]
-                found.append((seconds - sum(waited.get(axis, 0.0) for axis in plan.inner.weight_axes), plan, held))
-        return sorted(found, key=lambda one: (one[0], str(one[1])))
+                result.append((seconds - sum(waited.get(axis, 0.0) for axis in plan.inner.weight_axes), plan, held))
+        return sorted(result, key=lambda item: (item[0], str(item[1])))
 
     def priced(self, plan: Plan, held: Memory) -> Priced:
         """A plan with its pipeline simulated, and its time term by term."""
         seconds, after = self._simulated(plan), self.times.step(plan).parts.after
         return Priced(plan, seconds, held, terms(plan, self.times, seconds - after))
 
-    def overlapped(self, one: Priced) -> Priced:
+    def overlapped(self, candidate: Priced) -> Priced:
         """The plan with so much behind arithmetic as its replayed step is fastest with, and fits: as long as more of it gains."""
-        for inner in one.plan.inner.overlapped:
-            plan = replace(one.plan, inner=inner)
+        for inner in candidate.plan.inner.overlapped:
+            plan = replace(candidate.plan, inner=inner)
             held = memory(plan, *self.times.store.cells(plan.inner, plan.units), self.times.muon(plan))
-            if held.total > self.limit or self._simulated(plan) >= one.seconds:
+            if held.total > self.limit or self._simulated(plan) >= candidate.seconds:
                 break
-            one = self.priced(plan, held)
-        return one
+            candidate = self.priced(plan, held)
+        return candidate
 
     def _simulated(self, plan: Plan) -> float:
         if plan not in self._known:
@@ -299,10 +303,10 @@ class PlanSearch:
 def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float, Plan, Memory]]:
     """Of plans in the order of their seconds, those that need fewer bytes than all faster ones."""
     fewest = float("inf")
-    for one in done:
-        if one[2].total < fewest:
-            fewest = one[2].total
-            yield one
+    for item in done:
+        if item[2].total < fewest:
+            fewest = item[2].total
+            yield item
 
 
 def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, Any]:
@@ -349,10 +353,10 @@ def flops_of(space: Space, recomputed: bool = False) -> float:
 
 
 def nothing_fits(space: Space, limit: float, whole: float, rejected: Counter[tuple[str, str]]) -> str:
-    """Why no plan is left: each family's reasons, the most frequent first."""
+    """Return why no plan is left: each family's reasons, the most frequent first."""
     parts = []
-    ordered = sorted(rejected.items(), key=lambda one: (FAMILIES.index(one[0][0]), -one[1], one[0][1]))
-    for family, lines in groupby(ordered, key=lambda one: one[0][0]):
+    ordered = sorted(rejected.items(), key=lambda item: (FAMILIES.index(item[0][0]), -item[1], item[0][1]))
+    for family, lines in groupby(ordered, key=lambda item: item[0][0]):
         parts.append(f"{family}: " + ", ".join(f"{reason} ({many})" for (_, reason), many in [*lines][:3]))
     size = f"{counted(space.ranks, 'rank')}, batch {space.batch}, {limit / 2**30:.3g} GiB a rank of {whole / 2**30:.3g}"
     return f"no plan fits {size}. " + "; ".join(parts) + "."

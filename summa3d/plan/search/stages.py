@@ -44,14 +44,14 @@ def states(schedule: str, p: int, m: int, chunks: int, rank: int) -> tuple[Any, 
     The ops are places in PASSES and chunks.
     """
     many, flying, owed = min(m, 2 * p), [0] * chunks, [0] * chunks  # more micro-batches change nothing
-    found: dict[tuple[int, ...], None] = {}
+    result: dict[tuple[int, ...], None] = {}
     for op in rule_of(schedule, p, many, chunks).order(p, many, chunks, rank):
         way = "FXW".index(op.kind)
         state = way, op.chunk, *flying, *owed
-        found[state] = None
+        result[state] = None
         flying[op.chunk] += (1, -1, 0)[way]
         owed[op.chunk] += (0, 1, -1)[way]
-    table = np.array([*found])
+    table = np.array([*result])
     return table[:, :2], table[:, 2 : 2 + chunks], table[:, 2 + chunks :]
 
 
@@ -72,20 +72,24 @@ class HeavyRank(NamedTuple):
 
 @cache
 def heaviest(schedule: str, p: int, m: int, chunks: int, layers: int) -> tuple[HeavyRank, ...]:
-    """What the first and the last rank hold when they keep most."""
+    """Bytes of the first and the last rank when they keep most."""
     many, stages = balanced(layers, p, chunks), held_stages(homes_of(schedule, p, chunks), p)
-    found, end = [], len(many) - 1
+    result, end = [], len(many) - 1
     for rank in (0, p - 1):
         own = stages[rank]
         each, ends = np.array([many[stage] for stage in own]), (int(0 in own), int(end in own))
         if not is_split(schedule, p):
             flying = most_in_flight(schedule, p, m, chunks, rank)
-            one = many[end] if end in own else int(each.max())
-            found.append(HeavyRank(int(each.sum()), flying * one, 0, flying * ends[1], *ends))
+            item = many[end] if end in own else int(each.max())
+            result.append(HeavyRank(int(each.sum()), flying * item, 0, flying * ends[1], *ends))
             continue
         _, flying, owed = states(schedule, p, m, chunks, rank)
         heads = flying[:, own.index(end)] if end in own else 0 * flying[:, 0]
         kept = [*zip((flying @ each).tolist(), (owed @ each).tolist(), heads.tolist(), strict=True)]
-        most = max(kept), max(kept, key=lambda one: (one[1], one[0], one[2])), max(kept, key=lambda one: one[0] + one[1])
-        found += [HeavyRank(int(each.sum()), *one, *ends) for one in most]
-    return tuple(found)
+        most = (
+            max(kept),
+            max(kept, key=lambda entry: (entry[1], entry[0], entry[2])),
+            max(kept, key=lambda entry: entry[0] + entry[1]),
+        )
+        result += [HeavyRank(int(each.sum()), *entry, *ends) for entry in most]
+    return tuple(result)

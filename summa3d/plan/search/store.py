@@ -41,16 +41,16 @@ def folder() -> Path:
 @cache
 def code() -> str:
     """A fingerprint of the code that is traced: the library's sources, and torch's version."""
-    root, found = Path(__file__).parents[2], hashlib.sha256(metadata.version("torch").encode())
+    root, result = Path(__file__).parents[2], hashlib.sha256(metadata.version("torch").encode())
     folders = [*(root / package for package in PACKAGES), root.parent / "kernels", root / "kernels"]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     for file in [*files, Path(__file__).with_name("cells.py"), root / "plan" / "cells.py", root / "blas_library.py"]:
-        found.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
-    return found.hexdigest()[:16]
+        result.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
+    return result.hexdigest()[:16]
 
 
 def header(inner: StageGrid, single: bool) -> dict[str, Any]:
-    """What the file of cells begins with; another one is of other cells."""
+    """Header of the file of cells; another one is of other cells."""
     return {"format": FORMAT, "version": __version__, "code": code(), "of": inner.key(single)}
 
 
@@ -84,22 +84,22 @@ class Store:
 
         Raises LayoutError, GridError and ConfigError where a run of these sizes would.
         """
-        found = self._of(inner, False)
-        if found is None and units % 2 == 0:  # half of a unit's causal heads may be no integer, that of two is one
+        result = self._of(inner, False)
+        if result is None and units % 2 == 0:  # half of a unit's causal heads may be no integer, that of two is one
             inner, units = replace(inner, unit=2 * inner.unit), units // 2
-            found = self._of(inner, False)
-        return self._at(inner, units) if found is None else (found, units)
+            result = self._of(inner, False)
+        return self._at(inner, units) if result is None else (result, units)
 
     def _at(self, inner: StageGrid, units: int) -> tuple[Cells, int]:
         """The cells for micro-batches of `units` units, and 1."""
-        found = self._of(replace(inner, unit=inner.unit * units), True)
-        assert found is not None, "one trace is a line"
-        return found, 1
+        result = self._of(replace(inner, unit=inner.unit * units), True)
+        assert result is not None, "one trace is a line"
+        return result, 1
 
     @property
     def idle(self) -> bool:
-        """Whether other processes may trace, and have less to do than keeps them busy."""
-        return self._processes > 0 and sum(not one.done() for one in self._begun.values()) < 2 * self._processes
+        """Return whether other processes may trace, and have less to do than keeps them busy."""
+        return self._processes > 0 and sum(not item.done() for item in self._begun.values()) < 2 * self._processes
 
     def begin(self, inner: StageGrid) -> None:
         """Let another process trace cells that will be needed soon; those that are on disk are left there."""
@@ -125,23 +125,23 @@ class Store:
     def _loaded(self, inner: StageGrid, single: bool) -> Cells | None:
         if single or inner not in self._begun:
             try:
-                found = _read(inner, single)
+                results = _read(inner, single)
                 self.read += 1
-                return found
+                return results
             except FileNotFoundError:
                 pass
             except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
                 self._tell(f"{file_of(inner, single)} is traced again: {error!r}")
         try:
-            found, said = self._begun[inner].result() if not single and inner in self._begun else kept(inner, single)
+            results, said = self._begun[inner].result() if not single and inner in self._begun else kept(inner, single)
         except BrokenProcessPool as error:
             self._tell(f"a process that traced cells has ended; the others are traced one by one: {error}")
             self._processes, self._begun = 0, {}
-            found, said = kept(inner, single)
+            results, said = kept(inner, single)
         self.traces += 1
         for line in said:
             self._tell(line)
-        return found
+        return results
 
 
 def follow_parent() -> None:
@@ -159,14 +159,14 @@ def _end_with(sentinel: int) -> None:
 
 def kept(inner: StageGrid, single: bool) -> tuple[Cells | None, list[str]]:
     """The cells, traced now and kept on disk; and what is to be said of that. Raises as `traced`."""
-    found = traced(inner, single)
-    body = {"header": header(inner, single), "cells": None if found is None else _to_json(found)}
+    result = traced(inner, single)
+    body = {"header": header(inner, single), "cells": None if result is None else _to_json(result)}
     file = file_of(inner, single)
     try:
         _write(file, json.dumps(body, separators=(",", ":")))
     except OSError as error:
-        return found, [f"{file} cannot be kept: {error}"]
-    return found, []
+        return result, [f"{file} cannot be kept: {error}"]
+    return result, []
 
 
 def _read(inner: StageGrid, single: bool) -> Cells | None:
@@ -194,7 +194,7 @@ def _write(file: Path, text: str) -> None:
 def _to_json(cells: Cells) -> dict[str, Any]:
     kinds = [[*kind.op, *_flat(kind.slopes)] for kind in cells.kinds]
     every = {**cells.passes, "copies": cells.copies, "optimizer": cells.optimizer}
-    pieces = {name: [[one.cell, *one.net, *one.top, [*_flat(one.ops)]] for one in of] for name, of in every.items()}
+    pieces = {name: [[item.cell, *item.net, *item.top, [*_flat(item.ops)]] for item in of] for name, of in every.items()}
     parameters = {"elements": dict(cells.elements), "tensors": dict(cells.tensors)}
     return {"kinds": kinds, "pieces": pieces, **parameters, "kept": list(cells.kept)}
 

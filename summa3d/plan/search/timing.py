@@ -78,8 +78,8 @@ class Times:
         """The level of links that a ring along an axis of the stage's grid is bound by, and its seconds per byte."""
         levels = self.cluster.levels
         ((load, _),) = loads(self.prices_of(plan).topology, axis, levels, "ring")
-        ports = [(level.name, one / level.bandwidth) for one, level in zip(load.one_way, levels, strict=True)]
-        return max(ports, key=lambda one: one[1])
+        ports = [(level.name, item / level.bandwidth) for item, level in zip(load.one_way, levels, strict=True)]
+        return max(ports, key=lambda item: item[1])
 
     # -- by operations
 
@@ -89,7 +89,7 @@ class Times:
         if key not in self._least:
             cells, units = self.store.cells(plan.inner, plan.units)
             prices = self.prices_of(plan)
-            seconds = [prices.seconds(one.at(units)) for one in cells.kinds]
+            seconds = [prices.seconds(kind.at(units)) for kind in cells.kinds]
             sums: dict[tuple[str, str], float] = {}
             for at in ((cell, way) for cell in CELLS for way in PASSES):
                 hidden = cells.hidden[at]
@@ -255,7 +255,7 @@ class Times:
     # -- prices
 
     def key(self, plan: Plan) -> CellKey:
-        """What the times of a plan's cells depend on."""
+        """Key of the times of a plan's cells."""
         around = plan.dp * plan.pp
         if plan.zero < 3 and not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
             around = min(around, self._repeat(plan.inner.ranks * plan.inner.copies))
@@ -287,7 +287,7 @@ class Times:
 def _update(cells: Cells, held: int, prices: Prices) -> float:
     """Seconds of the optimizer's operations where a rank holds so many elements."""
     part, seconds = held / sum(cells.elements[cell] for cell in CELLS), 0.0
-    for kind, _ in (one for piece in (*cells.copies, *cells.optimizer) for one in piece.ops):
+    for kind, _ in (op for piece in (*cells.copies, *cells.optimizer) for op in piece.ops):
         op = cells.kinds[kind].at(0)
         if op.kind == "elements":
             op = op._replace(read=round(op.read * part), written=round(op.written * part))
@@ -300,12 +300,12 @@ def _in_turn(cells: Cells, way: str, units: int, prices: Prices) -> dict[str, Re
 
     What the first and the last block take beyond it is of the cells beside them.
     """
-    parts, found = cells.in_order(way, units), dict.fromkeys((*CELLS, BEFORE, BEHIND), ReplayTimes())
+    parts, result = cells.in_order(way, units), dict.fromkeys((*CELLS, BEFORE, BEHIND), ReplayTimes())
     for (cell, _), span in zip(parts, replay_in_turn([ops for _, ops in parts], prices), strict=True):
-        found[cell] = found[cell].plus(span)
+        result[cell] = result[cell].plus(span)
     for cell, block in ((ENTER, BEFORE), (LEAVE, BEHIND)):
-        found[cell] = found[cell].plus(found.pop(block)).plus(found[BLOCK], -1.0)
-    return found
+        result[cell] = result[cell].plus(result.pop(block)).plus(result[BLOCK], -1.0)
+    return result
 
 
 def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int) -> list[tuple[int, int, int]]:
@@ -313,12 +313,12 @@ def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int) -> list[tuple[
     if plan.copies == plan.expert_copies:
         return [(held, tensors, plan.copies)]
     layers = max(plan.layers_of(rank) for rank in range(plan.pp))
-    experts, many = (min(one, layers * of["experts"]) for one, of in ((held, cells.elements), (tensors, cells.tensors)))
+    experts, many = (min(item, layers * of["experts"]) for item, of in ((held, cells.elements), (tensors, cells.tensors)))
     return [(held - experts, tensors - many, plan.copies), (experts, many, plan.expert_copies)]
 
 
 def bytes_and_calls_of_a_sum(copies: int, held: int, tensors: int, size: int) -> tuple[float, int]:
-    """What a host's cores read and write for a sum of gradients over replicas, and torch's calls, of elements of `size` bytes.
+    """Bytes that a host reads and writes for a sum of gradients over replicas, and torch's calls, of elements of `size` bytes.
 
     Each part of a gradient is packed. A rank adds up its own part of all members, two by two, and copies it out of the bucket.
     """
