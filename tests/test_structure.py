@@ -22,6 +22,8 @@ RETIRED = (
     "contest", "Contest", "Racer", "SharedBlocks", "volume_2d",
     # of locals, which have the noun of what they are
     "found", "one",
+    # of what has a state, which was called by it
+    "Alone", "Saving", "Inner", "Waiting", "Placed", "Tell",
 )  # fmt: skip
 """Identifiers that had a name of the field's own: none may return as a name in the sources."""
 

@@ -45,7 +45,7 @@ class Checks:
         self.name, self.debug, self.ledger = members.name, debug, members.ledger
         self.transports = transports
 
-    def settled(
+    def normalized(
         self, name: str, array: Array, dim: int, sizes: Sizes, whole: bool, into: Array | None = None, parts: Array | None = None
     ) -> tuple[int, list[int]]:
         """`dim` counted from the front, and one size per member: `array` holds all of them along it (whole), or this member's.
@@ -92,7 +92,7 @@ class Checks:
         if (sizes is None) != (receive_sizes is None):
             raise ShapeError(f"all_to_all over {self.label} takes sizes and receive_sizes together, or neither for equal pieces.")
         equal = sizes is None
-        dim, sizes = self.settled("all_to_all", array, dim, sizes, True)
+        dim, sizes = self.normalized("all_to_all", array, dim, sizes, True)
         receive_sizes = sizes if receive_sizes is None else list(receive_sizes)
         wrong = next((_not_whole("all_to_all", "a size", size, 0) for size in receive_sizes), None)
         if wrong is None and len(receive_sizes) != self.size:
@@ -214,7 +214,7 @@ class Routes:
         key, route = self._known("all_gather", block, into, dim, sizes, view)
         if route is not None:
             return route
-        dim, extents = self.checks.settled("all_gather", block, dim, sizes, False, into)
+        dim, extents = self.checks.normalized("all_gather", block, dim, sizes, False, into)
         words = (sum(extents) - extents[self.index]) * prod(block.shape[:dim]) * prod(block.shape[dim + 1 :])
         return self._kept(key, Route("all_gather", is_on_device(block), words, self.size - 1, dim, extents, view=view))
 
@@ -228,7 +228,7 @@ class Routes:
                 raise ShapeError(problem)
         if route is not None:
             return route
-        dim, extents = self.checks.settled("reduce_scatter", array, dim, sizes, True, into, parts)
+        dim, extents = self.checks.normalized("reduce_scatter", array, dim, sizes, True, into, parts)
         words = (self.size - 1) * extents[self.index] * prod(array.shape[:dim]) * prod(array.shape[dim + 1 :])
         return self._kept(key, Route("reduce_scatter", is_on_device(array), words, self.size - 1, dim, extents))
 

@@ -36,7 +36,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
     """Run a launcher to its end, and say what the ranks were doing if it failed; its exit status, as a shell gives it.
 
     A process of the job that stays stopped beyond the limit of the watchdog is killed, and so the launcher ends the job; ranks
-    that wait for ranks that have ended are (`Alone`).
+    that wait for ranks that have ended are (`StrandedRanks`).
 
     Raises OSError where it cannot be started, ConfigError for an unknown value of SUMMA3D_WATCHDOG.
     """
@@ -48,7 +48,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
             environ = {**environ, flight_files.VARIABLE: str(folder)}
         child = Child(command, environ, before)
         first.follow(child.process.pid)
-        alone = Alone(folder, ALONE if stopped.limit else 0.0)
+        alone = StrandedRanks(folder, ALONE if stopped.limit else 0.0)
         status = child.wait(stopped.look, alone.look)
         if status != 0:
             segments.remove_left(began)
@@ -122,7 +122,7 @@ class Stopped:
                     os.kill(process, signal.SIGKILL)
 
 
-class Alone:
+class StrandedRanks:
     """Ends a job whose ranks on this node, all there are, have ended but for some that wait in communications for `limit` s.
 
     As where rank 0 alone asks for a norm: nobody is left that could answer. Ranks that wait for each other, as for a long

@@ -156,7 +156,7 @@ def test_a_launch_ends_ranks_that_wait_for_ranks_that_have_ended_and_no_others(
     elapsed = iter(range(0, 1000, 2))
     monkeypatch.setattr(follow.time, "monotonic", lambda: float(next(elapsed)))
     with subprocess.Popen(["sleep", "9"]) as job:
-        alone = follow.Alone(tmp_path, 4.0)
+        alone = follow.StrandedRanks(tmp_path, 4.0)
 
         def looks(times: int) -> bool:
             for _ in range(times):

@@ -99,7 +99,7 @@ def panel_loop(plan: SummaPlan, grid: BaseGrid, workspace: Workspace, pieces: in
     right = BroadcastPanels(workspace, "b", x, "x", 0, cuts, ahead)
     if form == "nn":
         return Outer(workspace, plan.form, left, right)
-    return Inner(workspace, plan.form, *((right, y) if form == "nt" else (left, x)))
+    return InnerProducts(workspace, plan.form, *((right, y) if form == "nt" else (left, x)))
 
 
 def in_loops(plan: SummaPlan, grid: BaseGrid, loop: Callable[[int], Multiply]) -> Multiply:
@@ -143,7 +143,7 @@ class Outer:
             beta = 1
 
 
-class Inner:
+class InnerProducts:
     """An operand stays: with each panel of the other, one panel of C, summed along an axis onto the member that owns it."""
 
     def __init__(self, workspace: Workspace, form: str, moving: BroadcastPanels, along: Axis) -> None:

@@ -25,7 +25,7 @@ from .find import Plans, find_plans
 from .memory import memory
 from .plans import Plan, Space, columns, refused
 from .request import device_of, request
-from .search import PlanSearch, Priced, Tell
+from .search import PlanSearch, Priced, ProgressCallback
 
 GIB = 2**30
 Measure = Callable[[Sequence[Config], int], Sequence[Sequence[float]]]
@@ -150,7 +150,7 @@ def _widest(space: Space, node: int) -> int:
 
 
 @contextmanager
-def progress(label: str = "") -> Iterator[Tell]:
+def progress(label: str = "") -> Iterator[ProgressCallback]:
     """A bar on a terminal's stderr: plans done, and cells traced; elsewhere a line every 10 s, which begins with a label."""
     if not sys.stderr.isatty():
         pulse = Pulse("plan")

@@ -22,7 +22,7 @@ from .export import configured
 from .memory import usable
 from .plans import Plan
 from .request import Request, bytes_of, request, space_of
-from .search import Found, PlanSearch, Priced, Tell
+from .search import Found, PlanSearch, Priced, ProgressCallback
 from .store import Store
 from .text import GIB, as_json, as_text
 from .timing import Times
@@ -127,7 +127,7 @@ def find_plans(
     top: int = 8,
     processes: int = 0,
     say: Callable[[str], None] = lambda line: None,
-    tell: Tell = lambda done, total, traced: None,
+    tell: ProgressCallback = lambda done, total, traced: None,
 ) -> Plans:
     """Search for the grids, pipelines and replicas on which a training step of a model is predicted to be the fastest.
 

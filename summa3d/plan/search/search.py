@@ -25,7 +25,7 @@ from .memory import Memory, memory
 from .plans import FAMILIES, MemoryOption, Plan, PlanTable, Space, columns, less, refused, tiles
 from .timing import Times
 
-Tell = Callable[[int, int, int], None]
+ProgressCallback = Callable[[int, int, int], None]
 """Is told how many plans are done, of how many, and how many cells have been traced."""
 EVERY = 0.5
 """Seconds between two reports."""
@@ -104,7 +104,7 @@ class PlanSearch:
     def __post_init__(self) -> None:
         self._bounds = Bounds(self.times)
 
-    def run(self, tell: Tell) -> Found:
+    def run(self, tell: ProgressCallback) -> Found:
         """Search. Raises ConfigError where no plan is left, with the reasons of each family."""
         for scheme, rows in enumerate(columns(self.space, self.rejected)):
             self._schemes.append(rows)

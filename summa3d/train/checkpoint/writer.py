@@ -35,7 +35,7 @@ NICENESS = 10
 
 
 @dataclass
-class Saving:
+class PendingCheckpoint:
     """A checkpoint under way, on this rank: what its thread does (`work` is None where nothing is left to do), and the attempt.
 
     publishes : whether all files are written, and rank 0 writes the index
@@ -73,7 +73,7 @@ class Writer:
     ) -> None:
         self._folder, self._grid, self._config, self._say, self._attempts = folder, grid, config, say, attempts
         self._worker = Worker()
-        self._saving: Saving | None = None
+        self._saving: PendingCheckpoint | None = None
         self.copies: dict[str, torch.Tensor] = {}
         self.blocked = self.cpu = 0.0
         on_root(grid.comm, lambda: clean(folder), CheckpointError)
@@ -100,7 +100,7 @@ class Writer:
         own = [block for block in blocks if block.sharding.is_primary(self._grid) and block.tensor.numel()]
         written = own if waits else [self._copy(block) for block in own]
         file = temporary(self._folder, step) / f"rank-{self._grid.rank}.safetensors"
-        self._saving = Saving(step, blocks, loss_scale, lambda: shards.write(file, written, self._grid))
+        self._saving = PendingCheckpoint(step, blocks, loss_scale, lambda: shards.write(file, written, self._grid))
         self._start(self._saving)
         self.blocked += time.perf_counter() - began
         if waits:
@@ -153,7 +153,7 @@ class Writer:
             self.copies[block.name] = torch.empty_like(block.tensor, device="cpu", pin_memory=block.tensor.is_cuda)
         return replace(block, tensor=self.copies[block.name].copy_(block.tensor.detach()))
 
-    def _start(self, saving: Saving, pause: float = 0.0) -> None:
+    def _start(self, saving: PendingCheckpoint, pause: float = 0.0) -> None:
         def timed() -> Any:
             _yield_to_others()
             time.sleep(pause)
@@ -165,7 +165,7 @@ class Writer:
 
         saving.work = self._worker.submit(timed)
 
-    def _publish(self, saving: Saving, entries: Sequence[dict[str, Any]]) -> None:
+    def _publish(self, saving: PendingCheckpoint, entries: Sequence[dict[str, Any]]) -> None:
         index = index_of(saving.step, saving.blocks, entries, self._config, self._grid.job.blas, saving.loss_scale)
         publish(self._folder, saving.step, index, self._config.train.keep)
 
@@ -183,7 +183,7 @@ def save(folder: Path, step: int, blocks: Sequence[shards.TensorBlock], grid: Ba
     return folder / f"step-{step}"
 
 
-def _outcome(saving: Saving) -> tuple[Any, str | None]:
+def _outcome(saving: PendingCheckpoint) -> tuple[Any, str | None]:
     """The result of a thread's work, or what is to be said of its failure."""
     work = saving.work
     error = None if work is None else work.exception()
