@@ -59,6 +59,17 @@ def test_integers_whose_sums_no_blas_takes_are_exact_in_pieces_of_k(comm, make_g
 
 
 @pytest.mark.mpi(sizes=(4,))
+def test_items_that_stay_whole_do_so_in_pieces(comm, make_grid):
+    """Fine parts have 2 and 1 items of 7, 11 and 13 indices, so that pieces end where no part of equal sizes does."""
+    for x, y, z in ((2, 2, 1), (1, 2, 2)):
+        grid = make_grid(x=x, y=y, z=z, node_memory=False)
+        for number, form in enumerate(FORMS):
+            fine = {"a_fine": number % 2, "b_fine": number // 2, "c_fine": 1 - number % 2}
+            plan = CuboidPlan(form, 5 * 7, 5 * 11, 5 * 13, pieces=3, grains=((7, 7), (11, 11), (13, 13)), **fine)
+            check_product(grid, plan, "numpy", "float64", 2, 1, True)
+
+
+@pytest.mark.mpi(sizes=(4,))
 def test_what_moves_in_a_nodes_memory_is_not_cut(comm, make_grid):
     grid = make_grid(x=2, y=1, z=2, node_memory=True)
     for form in FORMS:
