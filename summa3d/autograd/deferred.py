@@ -89,7 +89,7 @@ class DeferredWeightGradient:
         self.gradient = None
 
     def targets(self) -> frozenset[int]:
-        """Return which parameters dB reaches, by identity."""
+        """Identities of the parameters that dB reaches."""
         return frozenset(_leaves(self.root.grad_fn))
 
 

@@ -254,7 +254,7 @@ def check_try(args: argparse.Namespace) -> None:
 
 
 def measure_on(ranks: int) -> Measure:
-    """Return what runs configurations on `ranks` ranks of this machine. Raises LaunchError where none can be started."""
+    """The function that runs configurations on `ranks` ranks of this machine. Raises LaunchError where none can be started."""
     from ..launcher import trial
     from .launch import mpi_command
 

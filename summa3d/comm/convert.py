@@ -38,7 +38,7 @@ def converted(array: Array, library: str, device: str | None = None) -> Array:
 
 
 def _target(array: Array, library: str, device: str | None) -> str:
-    """Return where the result shall lie."""
+    """Device on which the result is placed."""
     if library not in LIBRARIES:
         raise ConfigError(f"library {library!r} does not exist. Libraries: {', '.join(LIBRARIES)}.")
     if device is not None and device not in DEVICES:

@@ -107,7 +107,7 @@ class Job:
 
 
 def _rule_here() -> BlasRule | ConfigError:
-    """Return what would multiply host tensors on this rank; the error where it cannot follow SUMMA3D_BLAS."""
+    """BLAS for host tensors on this rank; the error where it cannot follow SUMMA3D_BLAS."""
     try:
         return rule_for_tensors()
     except ConfigError as error:
@@ -115,7 +115,7 @@ def _rule_here() -> BlasRule | ConfigError:
 
 
 def _rule_of_all(rules: Sequence[BlasRule | ConfigError]) -> BlasRule:
-    """Return what multiplies host tensors on all ranks. Raises the ConfigError of the first one that has one."""
+    """BLAS for host tensors on all ranks. Raises the ConfigError of the first one that has one."""
     for rule in rules:
         if isinstance(rule, ConfigError):
             raise rule

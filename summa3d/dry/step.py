@@ -92,7 +92,7 @@ class Setting:
 
     @property
     def contexts(self) -> ContextSplit:
-        """Return which positions the rank holds."""
+        """Positions of the sequence on the rank."""
         size = self.axes.get("cp", 1)
         return ContextSplit(size, self.topology.coordinates_of(self.rank)["cp"] if size > 1 else 0, self.context)
 
@@ -114,7 +114,7 @@ class Setting:
 
     @property
     def topology(self) -> Topology:
-        """Return which rank stands where on the grid, of whose axes each that the scheme needs is one."""
+        """Coordinates of ranks on the grid, which has every axis that the scheme needs."""
         return Topology.checked({**self.axes, **self.layouts.shape}, self.order, self.tile)
 
     @property

@@ -65,7 +65,7 @@ class Lying(NamedTuple):
 
 
 def general_layout(a: Any, b: Any, grid: BaseGrid, form: str) -> Ownership | None:
-    """Return where C lies by the algorithm that has the operands' layouts; None where there is none."""
+    """Layout of C by the algorithm that has the operands' layouts; None where there is none."""
     result = matching(a, b, grid.shape, form, None, {})
     return None if result is None else result[0].c_layout
 

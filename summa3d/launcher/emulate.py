@@ -80,7 +80,7 @@ def network_of(text: str) -> EmulatedNodes:
 
 
 def why_not(vendor: str = "mpich") -> str | None:
-    """Return why no ranks can be started on emulated nodes here by a launcher of this vendor; None where they can."""
+    """Reason why no ranks can be started on emulated nodes here by a launcher of this vendor; None where they can."""
     if not sys.platform.startswith("linux"):
         return f"they are namespaces of Linux, and this is {sys.platform}"
     missing = [program for program in PROGRAMS if shutil.which(program, path=_path()) is None]
@@ -212,7 +212,7 @@ def cores_of(place: int, nodes: int) -> list[int]:
 
 
 def _path(environ: Mapping[str, str] = os.environ) -> str:
-    """Return where programs are, those of root too."""
+    """Search path of programs, with those of root."""
     return f"{environ.get('PATH', '')}:/usr/sbin:/sbin"
 
 

@@ -268,7 +268,7 @@ def redistribute(
 
 
 def problem_of(block: Array, shape: Sequence[int], order: str) -> str | None:
-    """Return why these are no array, no shape, or no memory order; None if they are."""
+    """Reason why these are no array, no shape, or no memory order; None if they are."""
     problem = array_problem(block, has_memory=False)
     if problem is None and not (isinstance(shape, Sequence) and all(hasattr(size, "__index__") and size >= 0 for size in shape)):
         problem = f"a shape is whole numbers of at least 0; it is {shape!r}"

@@ -99,7 +99,7 @@ BlockExtent = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 
 
 def part_of(parameter: ShardedParameter) -> BlockExtent:
-    """Return which part of the whole this rank's block of a parameter is."""
+    """Shape of a parameter's whole tensor, and the interval of each dim that is this rank's block."""
     slices = parameter.sharding.slices(parameter.grid)
     return tuple(parameter.sharding.shape), tuple((item.start, item.stop) for item in slices)
 

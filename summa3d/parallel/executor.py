@@ -142,7 +142,7 @@ class PipelineExecutor:
 
     @property
     def state(self) -> str:
-        """Return where this rank is: its op, as "F 1.3"."""
+        """State of this rank: its op, as "F 1.3"."""
         return "between steps" if self.op is None else str(self.op)
 
     def run(self, program: Program, feed: Feed, scale: float = 1.0, forwarded: Callable[[], None] | None = None) -> list[Tensor]:

@@ -46,7 +46,7 @@ class OuterAxis(NamedTuple):
 
 
 def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
-    """Return why contexts cannot split a model's sequences, whatever the scheme is; empty where they can.
+    """Reason why contexts cannot split a model's sequences, whatever the scheme is; empty where they can.
 
     >>> context_misfit(ModelConfig(family="gpt2", sequence=18), {"cp": 4}, {"context.kind": "ring"})
     'sequence 18 cannot be split over cp = 4: contexts (ring) take 2·4 equal parts, two for each.'
@@ -66,7 +66,7 @@ def context_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[
 
 
 def expert_misfit(model: ModelConfig, grid: Mapping[str, int], values: Mapping[str, Any]) -> str:
-    """Return why ranks cannot share a model's experts; empty where they can.
+    """Reason why ranks cannot share a model's experts; empty where they can.
 
     >>> expert_misfit(ModelConfig(family="mixtral"), {"ep": 9}, {})
     'ep 9 is more than 8 experts'

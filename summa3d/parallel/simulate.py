@@ -33,7 +33,7 @@ class ScheduleTimeline:
 
     @cached_property
     def time(self) -> float:
-        """Return when the last op ends."""
+        """Time at which the last op ends."""
         return max(span.end for span in self.spans)
 
     @cached_property
@@ -150,7 +150,7 @@ def in_order(schedule: Schedule) -> Events:
 
 
 def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float:
-    """Return when the last op ends, as `ScheduleTimeline.time`, of events whose (kind, stage) take so long."""
+    """Time at which the last op ends, as `ScheduleTimeline.time`, of events whose (kind, stage) take so long."""
     ends = [0.0]
     end = ends.append
     for kind, own, given in zip(events.kinds, events.own, events.given, strict=True):

@@ -35,7 +35,7 @@ def alike(op: Op) -> Op:
 
 
 def pattern_of(op: Op) -> str:
-    """Return who sends to whom in a communication (`links.PATTERNS`)."""
+    """Pattern of messages of a communication (`links.PATTERNS`)."""
     return "chain" if op.name in CHAINS else {"all_to_all": "pairs", "send": "next"}.get(op.name, "ring")
 
 

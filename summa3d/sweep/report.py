@@ -161,7 +161,7 @@ def published(about: Mapping[str, Any]) -> dict[str, list[tuple[float, float]]]:
 
 
 def source(about: Mapping[str, Any]) -> str | None:
-    """Return where the published points are from."""
+    """Source of the published points."""
     given = about["published"]
     if OF_TABLES in given:
         return f"not drawn: the published points, which lines of earlier versions name by the paper ({given[OF_TABLES]})"

@@ -93,7 +93,7 @@ def test_what_no_slot_of_a_node_can_hold_is_gathered_in_a_dry_run_too() -> None:
 
 
 def test_more_may_be_started_than_there_are_slots_in_a_dry_run_too() -> None:
-    """Return who takes a slot again has its last result combined first; it stays there for who waits for it, in any order."""
+    """A rank that takes a slot again has its last result combined first; it stays there for those that wait, in any order."""
     axis = DryPlace({"y": 2}, ranks_per_node=2)["y"]
     started = [axis.start_all_gather(torch.empty(rows)) for rows in range(1, 2 * SLOTS + 2)]
     assert [pending.wait().shape for pending in started[::-1]] == [(2 * rows,) for rows in range(2 * SLOTS + 1, 0, -1)]

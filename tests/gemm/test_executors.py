@@ -191,7 +191,7 @@ def calls_of(function):
 @pytest.mark.mpi(sizes=(2, 4))
 @pytest.mark.parametrize("node_memory", [True, False])
 def test_one_executor_multiplies_blocks_of_any_dtype_and_library_in_turn(comm, make_grid, node_memory):
-    """Return what it has prepared for one is not taken for the other."""
+    """What it has prepared for one is not taken for the other."""
     grid = grid_of(comm, make_grid, node_memory=node_memory, check=False)
     plan = CuboidPlan("nn", 8, 12, 16)
     executor = Cuboid(plan, grid)

@@ -106,7 +106,7 @@ def test_pipelines_that_block_in_their_sends_deadlock(p: int) -> None:
 
 @pytest.mark.parametrize("p", PIPELINES)
 def test_messages_that_nccl_groups_until_one_is_waited_for_deadlock(p: int) -> None:
-    """Return what is queued behind a group waits for all of it; receives that were posted ahead make it worse."""
+    """Messages queued behind a group wait for all of it; receives that were posted ahead make it worse."""
     for schedule in schedules(p):
         several = schedule.name in ("interleaved", "zb-v")
         assert bool(stuck(by_groups(schedule))) == (several and schedule.m > p), schedule

@@ -116,7 +116,7 @@ def test_gpus_networks_and_programs_are_known_in_any_spelling() -> None:
 
 
 def test_a_step_costs_what_its_switches_say(tmp_path: Path) -> None:
-    """Return what hides less, computes more again, or passes more memory, never takes less."""
+    """A plan that hides less, recomputes more, or passes more memory, never takes less."""
     base = seconds(tmp_path)
 
     def with_switches(**on: bool) -> float:

@@ -72,7 +72,7 @@ def place_of(array: Array) -> Any:
 
 
 def array_problem(array: Any, has_memory: bool = True) -> str | None:
-    """Return why this is no array that can be communicated; None if it is one. A dry run's tensors need not have memory."""
+    """Reason why this is no array that can be communicated; None if it is one. A dry run's tensors need not have memory."""
     if isinstance(array, np.ndarray):
         odd = isinstance(array, (np.matrix, np.ma.MaskedArray))
         return f"a {type(array).__name__} is no plain array; pass numpy.asarray of it" if odd else None
@@ -103,7 +103,7 @@ def kind_of(array: Array) -> str:
 
 
 def address(array: Array) -> int:
-    """Return where the first element lies."""
+    """Memory address of the first element."""
     if is_torch(array):
         return int(array.data_ptr())
     interface = array.__array_interface__ if isinstance(array, np.ndarray) else array.__cuda_array_interface__
@@ -288,7 +288,7 @@ def to_host(array: Array) -> np.ndarray:
 
 
 def into_problem(into: Array | None, array: Array, shape: Sequence[int]) -> str | None:
-    """Return why `into` cannot take a result of `shape` and of the dtype of `array`."""
+    """Reason why `into` cannot take a result of `shape` and of the dtype of `array`."""
     if into is None:
         return None
     if kind_of(into) != kind_of(array):

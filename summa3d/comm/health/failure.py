@@ -199,7 +199,7 @@ def is_alone() -> bool:
 
 
 def not_a_rank() -> str:
-    """Return why a process that was forked from a rank cannot communicate."""
+    """Reason why a process that was forked from a rank cannot communicate."""
     return f"process {os.getpid()} was forked from rank {MPI.COMM_WORLD.rank}, and is no rank itself: it cannot communicate."
 
 
@@ -269,7 +269,7 @@ def who() -> str:
 
 
 def where() -> str:
-    """Return where this rank is and for what it waits, in brackets; nothing where nothing tells it."""
+    """Program location of this rank and the communication it waits for, in brackets; empty if unknown."""
     told = "; ".join(filter(None, (_state(), flight.waiting())))
     return f" [{told}]" if told else ""
 

@@ -299,7 +299,7 @@ def claim_node() -> bool:
 
 
 def ended(folder: Path) -> float:
-    """Return when the job ended whose records were saved in a folder; now, of one that was not saved."""
+    """Time at which the job ended whose records a folder has; now, of records that were not saved."""
     try:
         return float((folder / flight_files.ENDED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -374,7 +374,7 @@ def read_folder(folder: Path) -> list[Flight]:
 
 
 def table(flights: Sequence[Flight], now: float) -> list[str]:
-    """Return who waits where, for whom, since when, and who differs; empty if nobody waits. `now` is when the job ended."""
+    """Table of waiting ranks: call, awaited ranks, since when, differing calls; empty if nobody waits. `now` is when the job ended."""
     if not any(flight.waits for flight in flights):
         return []
     now = max(

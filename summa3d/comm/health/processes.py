@@ -97,7 +97,7 @@ def job_name() -> str:
 
 
 def _start_of(process: int) -> str:
-    """Return when a process started, in clock ticks since boot, so that a number used again is not taken for the same process."""
+    """Start time of a process in clock ticks since boot, so that a number used again is not taken for the same process."""
     words = _stat(PROC / f"{process}/stat")
     return words[STARTED] if words else "0"
 

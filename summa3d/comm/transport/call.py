@@ -48,7 +48,7 @@ class Members:
 
     @property
     def node(self) -> NodeRule | None:
-        """Return which collectives use the node buffer; None if the members do not share a node's memory."""
+        """Rule by which collectives use the node's memory; None if the members do not share a node's memory."""
         return self.rule if len(set(self.nodes)) == 1 else None
 
     @property

@@ -167,7 +167,7 @@ class Flags:
             self._memory.close()
 
     def text_of(self, member: int, place: int) -> memoryview:
-        """Return where a member writes what it calls, as bytes that are cut or end in 0, at one of its KEPT places."""
+        """Memory in which a member writes the name of its call, as bytes that are cut or end in 0, at one of its KEPT places."""
         start = self._texts + (member * KEPT + place) * TEXT
         return memoryview(self._memory)[start : start + TEXT]
 
@@ -190,7 +190,7 @@ class Flags:
         return memoryview(self._memory)[place : place + NOTE]
 
     def _record(self, member: int) -> int:
-        """Return where a member's record begins, in bytes; behind the last one are the notes of the slots."""
+        """Offset of a member's record, in bytes; behind the last one are the notes of the slots."""
         return _lines(self.members) * LINE * 8 + member * RECORD
 
 

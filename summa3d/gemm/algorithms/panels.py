@@ -112,7 +112,7 @@ class BroadcastPanels:
         return block[part] if self.dim == 0 else block[:, part]
 
     def _target(self, count: int, block: Array, capacity: int, slots: int) -> Array:
-        """Return where a panel is broadcast from, and to: the owner's block, if it is contiguous there, else one of `slots`."""
+        """Source and target of a panel's broadcast: the owner's block, if it is contiguous there, else one of `slots`."""
         width = self.cuts[count].width
         shape = (width, block.shape[1]) if self.dim == 0 else (block.shape[0], width)
         panel = self.workspace.buffer(f"panel {self.name}{count % slots}", shape, block, capacity)

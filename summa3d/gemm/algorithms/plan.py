@@ -57,21 +57,21 @@ class ProductPlan(ABC):
 
     @abstractmethod
     def layout_of(self, operand: str, names: str) -> Layout:
-        """Return which axes split an operand (a, b or c), whose dims as it is stored have these `names`."""
+        """Layout of an operand (a, b or c) as it is stored, whose dims have these `names`."""
 
     @cached_property
     def a_layout(self) -> Layout:
-        """Return which axes split A as it is stored."""
+        """Layout of A as it is stored."""
         return self._grained("a", self.a_names)
 
     @cached_property
     def b_layout(self) -> Layout:
-        """Return which axes split B as it is stored."""
+        """Layout of B as it is stored."""
         return self._grained("b", self.b_names)
 
     @cached_property
     def c_layout(self) -> Layout:
-        """Return which axes split C as it is stored."""
+        """Layout of C as it is stored."""
         return self._grained("c", "mn")
 
     def _grained(self, operand: str, names: str) -> Layout:
@@ -181,7 +181,7 @@ class ProductPlan(ABC):
 
 
 def misfit(name: str, own: Mapping[str, int], grids: Callable[[int], list[dict[str, int]]]) -> str:
-    """Return why `own` is no grid of the algorithm `name`, and which would be."""
+    """Reason why `own` is no grid of the algorithm `name`, and the grids that are."""
     ranks = prod(own.values())
     if grids(ranks):
         fits = " · ".join(describe(grid) for grid in grids(ranks))

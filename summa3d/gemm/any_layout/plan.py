@@ -43,7 +43,7 @@ class Owned(NamedTuple):
     space: int
 
     def placement(self, spaces: Sequence[RankSpace]) -> Placement:
-        """Return which rank holds which elements."""
+        """Placement: the elements of each rank."""
         space = spaces[self.space]
         return Placement(self.layout, space.shape, space.points)
 
@@ -172,7 +172,7 @@ class AnyPlan(PlannedWords):
         return max(inner, key=self.extents.__getitem__, default="")
 
     def computed(self, operand: Owned, panel: int = 0) -> Placement:
-        """Return where the blocks of A or B lie that ranks multiply: of one panel."""
+        """Placement of the blocks of A or B that are multiplied: of one panel."""
         splits, shape, points = self.splits, self.space.shape, self.space.points
         if self.panels > 1:  # ranks lie along one more axis, at the panel's index
             splits = {**splits, self.panelled: DimSplit((*splits[self.panelled].axes, PANEL))}

@@ -153,7 +153,7 @@ class RankSpace:
         return result
 
     def _holders(self, layout: Layout) -> np.ndarray:
-        """Return which ranks hold a block (`Layout.holds_block`)."""
+        """Mask of the ranks that hold a block (`Layout.holds_block`)."""
         holds, at, follows = self.inside, dict(layout.at), dict(layout.follows)
         for axis in layout.root_only:
             if axis in at:

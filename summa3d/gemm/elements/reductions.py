@@ -163,7 +163,7 @@ def _line(matrix: Matrix, block: Array, dim: int) -> Matrix:
 
 
 def _place(block: Array) -> dict[str, Any]:
-    """Return where a new array lies beside the block, as its library takes it."""
+    """Keyword arguments that place a new array on the block's device."""
     return {"device": block.device} if is_torch(block) else {}
 
 

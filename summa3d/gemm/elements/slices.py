@@ -143,7 +143,7 @@ def put_part(matrix: Distributed, key: Any, value: Any) -> None:
 
 
 def sliced(matrix: Distributed, ranges: IndexRanges) -> SlicedOwnership:
-    """Return who holds which elements of the part of a matrix."""
+    """Elements of each rank of a part of a matrix."""
     return SlicedOwnership(matrix.layout, matrix.shape, ranges)
 
 

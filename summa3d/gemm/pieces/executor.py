@@ -75,7 +75,7 @@ class PiecedOperand:
         return slice(*part) if self.dim == 0 else (slice(None), slice(*part))
 
     def _landing(self, part: DimRange) -> Array:
-        """Return where a range of the gathered block is received."""
+        """Buffer in which a range of the gathered block is received."""
         return self.array[self._at(part)] if self.dim == 0 else self._adjacent(part)
 
     def _adjacent(self, part: DimRange) -> Array:

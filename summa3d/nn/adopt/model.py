@@ -36,7 +36,7 @@ class StoredPart(NamedTuple):
 
 
 def stored_part(model: nn.Module, name: str) -> StoredPart:
-    """Return where the block of a parameter of an adopted module lies in the unsplit module's tensor."""
+    """Indices of a parameter's block in the tensor of the unsplit module."""
     owner, _, leaf = name.rpartition(".")
     p: Any = model.get_submodule(owner)._parameters[leaf]  # the attribute of one that stays is what layers use
     is_turned = leaf in getattr(model.get_submodule(owner), "transposed_in_torch", ())

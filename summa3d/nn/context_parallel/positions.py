@@ -32,7 +32,7 @@ def indices(runs: Iterable[range], device: torch.device | None = None) -> Tensor
 
 
 def order(split: ContextSplit, sequence: int, device: torch.device | None = None) -> Tensor:
-    """Return where each global position lies when what the contexts hold stands one after the other.
+    """Index of each global position in the concatenation of the contexts' blocks.
 
     >>> order(ContextSplit(2), 8)
     tensor([0, 1, 4, 5, 6, 7, 2, 3])

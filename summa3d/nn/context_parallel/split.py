@@ -64,7 +64,7 @@ class ContextSplit:
 
     @property
     def turn(self) -> int:
-        """Return which block of a sequence this context's group holds."""
+        """Number of the block of a sequence on this context's group."""
         return self.index // self.heads
 
     def role(self, index: int) -> tuple[bool, bool]:
@@ -121,7 +121,7 @@ class ContextSplit:
         raise GridError(f"A sequence has the positions 0 to {sequence - 1}; position {position} is asked for.")
 
     def tiles(self, source: int, length: int, causal: bool = True) -> list[Tile]:
-        """Return which queries of this group's block attend to which keys of block `source`, of `length` positions both."""
+        """Tiles of queries of this group's block and keys of block `source` that they attend to, of `length` positions both."""
         whole, half = slice(0, length), length // 2
         if not causal or source == self.turn:
             return [Tile(whole, whole, causal)]

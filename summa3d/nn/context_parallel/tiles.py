@@ -69,7 +69,7 @@ def gradients(
 
 
 def _triangle(q: Tensor, k: Tensor) -> Tensor:
-    """Return which keys of equal positions a causal query may attend to."""
+    """Mask of the keys of equal positions that a causal query may attend to."""
     return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril_()
 
 

@@ -123,7 +123,7 @@ class AttentionCore(nn.Module):
 
 
 def _of_tile(mask: TokenMask | None, split: ContextSplit, s: int, tile: Tile, source: int) -> Tensor | None:
-    """Return which keys the queries of a tile may attend to, beside causality; None without a mask."""
+    """Mask of the keys that the queries of a tile may attend to, apart from causality; None without a mask."""
     if mask is None:
         return None
     queries, keys = split.runs_of(tile.queries, s), replace(split, index=source).runs_of(tile.keys, s)

@@ -24,7 +24,7 @@ class TokenMask:
 
     @property
     def device(self) -> torch.device | None:
-        """Return where its tensors lie."""
+        """Device of its tensors."""
         return next((item.device for item in (self.documents, self.tokens) if item is not None), None)
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class Body(ShardedModule, ABC):
         """The loss of the residual stream x after the last layer: one number, the same on every rank of the inner grid."""
 
     def visible(self, inputs: Inputs) -> Visible:
-        """Return which keys each query of this rank's sequences may attend to, in every layer."""
+        """Mask of the keys that each query of this rank's sequences may attend to, in every layer."""
         return visible(self.context, self.config.architecture.causal, inputs.get("attention_mask"), inputs.get("documents"))
 
     def through(self, x: Tensor, first: int, last: int, batch: Batch, visible: Visible) -> Tensor:

@@ -185,7 +185,7 @@ def norm_words(matrices: int, size: int, place: int) -> int:
 
 
 def dealt(work: Sequence[int], members: int) -> tuple[int, ...]:
-    """Return who takes each piece of work: the largest first, each to the member that has least so far, of equals the first.
+    """Member that takes each piece of work: the largest first, each to the member that has least so far, of equals the first.
 
     >>> dealt([3, 5, 3, 4], 2)
     (1, 0, 0, 1)

@@ -65,7 +65,7 @@ def _flat(candidate: Priced) -> dict[str, float]:
 
 
 def _bound(result: Found, candidate: Priced, times: Times) -> Iterator[str]:
-    """Return which neighbours of a plan need more memory than there is, and which level of links each axis is bound by."""
+    """Lines on neighbours of a plan that need more memory than there is, and on the level of links that bounds each axis."""
     limit, plan = result.limit, candidate.plan
     for what, other in neighbours(plan, result.space.era.schedules):
         cells, units = times.store.cells(other.inner, other.units)

@@ -136,7 +136,7 @@ class PlanSearch:
         return self._found()
 
     def _useful(self, scheme: int, saving: MemoryOption) -> Any:
-        """Return which rows of a scheme a saving may be of use for: all that save less do not fit."""
+        """Mask of the rows of a scheme for which a saving may be of use: all that save less do not fit."""
         return np.logical_and.reduce(
             [np.ones(len(self._schemes[scheme]), bool), *(self._failed[scheme][item] for item in less(saving))]
         )
@@ -201,7 +201,7 @@ class PlanSearch:
         return replace(self.space, fixed={key: value for key, value in (self.space.fixed or {}).items() if key not in TILE})
 
     def _refused(self, plan: Plan) -> str:
-        """Return what of --fix and --limit a plan without a tile, or all its placements, are not within; empty for nothing."""
+        """Keys of --fix and --limit that a plan without a tile, or all its placements, are not within; empty for nothing."""
         tiled = not self._fixed_tiles or self._placements(plan)
         return refused(self._untiled if tiled else self.space, plan)
 
@@ -353,7 +353,7 @@ def flops_of(space: Space, recomputed: bool = False) -> float:
 
 
 def nothing_fits(space: Space, limit: float, whole: float, rejected: Counter[tuple[str, str]]) -> str:
-    """Return why no plan is left: each family's reasons, the most frequent first."""
+    """Reason why no plan is left: each family's reasons, the most frequent first."""
     parts = []
     ordered = sorted(rejected.items(), key=lambda item: (FAMILIES.index(item[0][0]), -item[1], item[0][1]))
     for family, lines in groupby(ordered, key=lambda item: item[0][0]):

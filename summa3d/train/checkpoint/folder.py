@@ -275,7 +275,7 @@ def read(path: Path, comm: MPI.Intracomm, form: str = contents.FORMAT) -> Checkp
 
 
 def temporary(folder: Path, step: int) -> Path:
-    """Return where the files of the checkpoint step-N are until it is published."""
+    """Temporary folder of the files of checkpoint step-N until it is published."""
     return folder / f".tmp-step-{step}"
 
 
