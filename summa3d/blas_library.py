@@ -272,8 +272,8 @@ def _mkl_layer(environ: Mapping[str, str] = os.environ) -> int | None:
 
 def _family() -> int | None:
     """The processor's family: of AMD's with AVX-512, 25 is Zen 4 and 26 is Zen 5."""
-    result = re.search(r"cpu family\s*:\s*(\d+)", _processor())
-    return int(result[1]) if result else None
+    line = re.search(r"cpu family\s*:\s*(\d+)", _processor())
+    return int(line[1]) if line else None
 
 
 def _has(word: str) -> bool:

@@ -37,7 +37,7 @@ def printable(text: str) -> str:
     >>> print(printable("\\x1b[2J and \\x07"))
     \\x1b[2J and \\x07
     """
-    return CONTROLS.sub(lambda result: result[0].encode("unicode_escape").decode(), text)
+    return CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(message: str) -> str:
@@ -47,7 +47,7 @@ def shortened(message: str) -> str:
     '111111111111…11111111111111111111 (5000 characters)'
     """
     message = printable(message)
-    message = LONG_WORD.sub(lambda result: f"{result[0][:60]}…{result[0][-20:]} ({len(result[0])} characters)", message)
+    message = LONG_WORD.sub(lambda match: f"{match[0][:60]}…{match[0][-20:]} ({len(match[0])} characters)", message)
     if len(message) <= LONGEST_MESSAGE:
         return message
     half = LONGEST_MESSAGE // 2

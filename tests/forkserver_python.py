@@ -54,7 +54,7 @@ class LoadedMPI:
         return self.module.Is_initialized() and not self.module.Is_finalized()
 
     def finalise(self) -> None:
-        """Return what mpi4py does at the exit of an interpreter."""
+        """Finalise MPI, as mpi4py does at the exit of an interpreter."""
         if self.active():
             self.module.Finalize()
 

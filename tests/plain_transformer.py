@@ -23,7 +23,7 @@ class PlainTransformer:
         self.step, self.first_row, self.training = 0, 0, True
 
     def at(self, step: int, first_row: int, training: bool = True) -> None:
-        """Return what keys the masks of the next loss."""
+        """Set the keys of the masks of the next loss."""
         self.step, self.first_row, self.training = step, first_row, training
 
     def drop(self, x: Tensor, name: str, probability: float) -> Tensor:

@@ -65,8 +65,8 @@ class _Recompute(Function):
             with weights_in(ctx.places, weights):
                 ends = _edges(ctx.run(*inputs))
         wanted = [tensor for tensor, need in zip((*inputs, *weights), needs, strict=True) if need]
-        result = iter(torch.autograd.grad(ends, wanted, grads, allow_unused=True))  # this graph has no postponed weights
-        return None, None, None, None, *(next(result) if need else None for need in needs)
+        gradients = iter(torch.autograd.grad(ends, wanted, grads, allow_unused=True))  # this graph has no postponed weights
+        return None, None, None, None, *(next(gradients) if need else None for need in needs)
 
 
 def _edges(outputs: Result) -> list[GradientEdge]:

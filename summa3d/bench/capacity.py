@@ -20,8 +20,8 @@ GIB = 2**30
 
 def available_bytes() -> int | None:
     """The memory that this node can give to new allocations (MemAvailable); None where the system does not say."""
-    result = re.search(r"^MemAvailable: +(\d+) kB$", MEMORY.read_text(), re.MULTILINE) if MEMORY.exists() else None
-    return int(result[1]) * 1024 if result else None
+    line = re.search(r"^MemAvailable: +(\d+) kB$", MEMORY.read_text(), re.MULTILINE) if MEMORY.exists() else None
+    return int(line[1]) * 1024 if line else None
 
 
 def peak_bytes(algorithm: Any, plan: Any, grid: Any, dtype: str, device: str, check: bool = False, raced: bool = False) -> int:
@@ -74,8 +74,8 @@ def require(nbytes: int, comm: Any) -> None:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     together, most = node.allreduce(nbytes), node.allreduce(nbytes, MPI.MAX)
     node.Free()
-    result = comm.allgather((together, most, available_bytes(), MPI.Get_processor_name()))
-    short = [item for item in result if item[2] is not None and item[0] > item[2]]
+    answers = comm.allgather((together, most, available_bytes(), MPI.Get_processor_name()))
+    short = [item for item in answers if item[2] is not None and item[0] > item[2]]
     if short:
         together, most, available, name = max(short, key=lambda item: item[0] - item[2])
         raise CapacityError(

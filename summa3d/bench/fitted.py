@@ -128,13 +128,13 @@ def fit(samples: Sequence[MeasuredTime]) -> Fit:
         [part for level in levels for part in ((move.hops, move.bytes) if level == move.level else (0, 0))] + [1.0]
         for move in moves
     ]
-    result, errors = solved(rows, moves) if moves else ([0.0], [])
+    solution, errors = solved(rows, moves) if moves else ([0.0], [])
     for index, level in enumerate(levels):
         numbers |= {
-            f"{level}.bandwidth": 1 / max(result[2 * index + 1], 1 / LINKS["bandwidth"].most),
-            f"{level}.latency": result[2 * index],
+            f"{level}.bandwidth": 1 / max(solution[2 * index + 1], 1 / LINKS["bandwidth"].most),
+            f"{level}.latency": solution[2 * index],
         }
-    numbers["collectives.launch"] = result[-1]
+    numbers["collectives.launch"] = solution[-1]
     residuals += zip(moves, errors, strict=True)
     return Fit(numbers, residuals)
 

@@ -99,8 +99,8 @@ def gemm(figure: Any, result: Mapping[str, Any]) -> None:
 def whiskers(seconds: Sequence[Mapping[str, float]], scale: float = 1.0) -> list[list[float]]:
     """The distances from the median to the fastest and to the slowest round."""
     return [
-        [scale * (second["median"] - second["min"]) for second in seconds],
-        [scale * (second["max"] - second["median"]) for second in seconds],
+        [scale * (times["median"] - times["min"]) for times in seconds],
+        [scale * (times["max"] - times["median"]) for times in seconds],
     ]
 
 

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 def of_product(entry: ProductEntry, machine: Machine) -> float:
     """Predicted seconds of an entry of a benchmark of products, as the chooser compares them."""
-    problem, result, grid = entry.problem, algorithm(entry.algorithm), dict(entry.grid)
-    plan = result.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+    problem, rules, grid = entry.problem, algorithm(entry.algorithm), dict(entry.grid)
+    plan = rules.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
     if getattr(plan, "pieces", 1) > 1 and not machine.node:
         return predicted(plan, grid, dict.fromkeys(grid, 0), dtype_of(problem.dtype), machine)
-    mean = result.mean(problem.form, problem.m, problem.n, problem.k, grid)
+    mean = rules.mean(problem.form, problem.m, problem.n, problem.k, grid)
     if entry.options.get("panel"):
         mean = in_panels(mean, max(mean.products, -(-problem.k // entry.options["panel"])))
-    return Candidate(result.name, grid, entry.ranks, plan, mean, dtype_of(problem.dtype), machine).seconds
+    return Candidate(rules.name, grid, entry.ranks, plan, mean, dtype_of(problem.dtype), machine).seconds
 
 
 def of_block(entry: BlockEntry, case: Case, cluster: Cluster) -> float:

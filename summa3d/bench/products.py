@@ -148,8 +148,8 @@ class ProductRunner:
         self.entry, self.ranks, self.factors, problem = entry, entry.ranks, factors, entry.problem
         if entry.ranks > world.size:
             raise ConfigError(f"{entry.label} needs {entry.ranks} ranks; {world.size} were started.")
-        result = algorithm(entry.algorithm)
-        self.plan = result.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
+        rules = algorithm(entry.algorithm)
+        self.plan = rules.plan(problem.form, problem.m, problem.n, problem.k, **entry.options)
         check_grid = getattr(self.plan, "check_grid", None)
         if check_grid is not None:
             check_grid(entry.grid)
@@ -157,12 +157,12 @@ class ProductRunner:
         if self.here:
             self.comm = world.Create_group(world.Get_group().Incl(range(entry.ranks)))
             self.grid = Grid(self.comm, dict(entry.grid), transport=transport)
-        need = peak_bytes(result, self.plan, self.grid, problem.dtype, problem.device, check, raced) if self.here else 0
+        need = peak_bytes(rules, self.plan, self.grid, problem.dtype, problem.device, check, raced) if self.here else 0
         require(need, world)
         if not self.here:
             return
         self.clock = Clock(self.grid)
-        self.executor = result.executor(self.plan, self.grid)
+        self.executor = rules.executor(self.plan, self.grid)
         self.a, self.b, self.c = operands(self.plan, self.grid, values or element, problem.dtype, problem.device)
         self._before = None if raced else self.c.block.copy()
 
@@ -200,8 +200,8 @@ class ProductRunner:
         mine = (account.words, account.messages, self.grid.ledger.workspace_peak, node, threads_of_rank())
         of_ranks = self.comm.allgather(mine)
         names = ("words_per_rank", "messages_per_rank", "workspace_bytes", "node_bytes", "threads")
-        problem, grid, result = self.entry.problem, self.grid, algorithm(self.entry.algorithm)
-        costs = result.volume(self.plan, grid.shape, problem.dtype, grid.staged, problem.device == "cuda")
+        problem, grid, rules = self.entry.problem, self.grid, algorithm(self.entry.algorithm)
+        costs = rules.volume(self.plan, grid.shape, problem.dtype, grid.staged, problem.device == "cuda")
         return {
             **{name: max(values) for name, values in zip(names, zip(*of_ranks, strict=True), strict=True)},
             "cores": Nodes.of(self.comm).total_cores,

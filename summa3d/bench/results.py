@@ -95,14 +95,14 @@ def of_lines(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def alike(on: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """These machines; jobs of a sweep that differ in their nodes and the load only are one machine, with all loads."""
-    result: dict[str, dict[str, Any]] = {}
+    machines: dict[str, dict[str, Any]] = {}
     for machine in on:
         alike = json.dumps({name: fact for name, fact in machine.items() if name not in (*PLACED, *OF_THE_MOMENT)})
-        known = result.get(alike, {**machine, "loads": []})
+        known = machines.get(alike, {**machine, "loads": []})
         unions = {name: list(dict.fromkeys([*known[name], *machine[name]])) for name in ("hosts", "ranks_per_node")}
         largest = {name: max(known[name], machine[name]) for name in ("nodes", "cores")}
-        result[alike] = {**known, **unions, **largest, "loads": known["loads"] + machine.get("loads", [machine["load"]])}
-    return list(result.values())
+        machines[alike] = {**known, **unions, **largest, "loads": known["loads"] + machine.get("loads", [machine["load"]])}
+    return list(machines.values())
 
 
 def _entries(file: Path) -> list[dict[str, Any]]:

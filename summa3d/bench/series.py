@@ -86,11 +86,11 @@ def series_of(rows: Iterable[ResultRow]) -> list[Series]:
     rows = sorted(rows, key=lambda row: (int(row["ranks"]), int(row["threads"])))
     serial = [row for row in rows if is_serial(row)]
     shared = [_joined(_by((*PROBLEM, "threads"), serial)[0])] if serial else []
-    result: dict[str, list[ResultRow]] = {}
+    groups: dict[str, list[ResultRow]] = {}
     for row in rows:
         named = " ".join([row["algorithm"], *(f"{name}={value}" for name, value in row["options"].items())])
-        result.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
-    return [Series(name, own, *(shared or own[:1])) for name, own in result.items()]
+        groups.setdefault(CHOSEN if row["chosen"] else named, []).append(row)
+    return [Series(name, own, *(shared or own[:1])) for name, own in groups.items()]
 
 
 def grouped(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
@@ -143,10 +143,10 @@ def same_family(result: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _by(names: Sequence[str], rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     """Groups of rows that agree in these columns."""
-    result: dict[tuple[Any, ...], list[ResultRow]] = {}
+    groups: dict[tuple[Any, ...], list[ResultRow]] = {}
     for row in rows:
-        result.setdefault(tuple(row[name] for name in names), []).append(row)
-    return list(result.values())
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return list(groups.values())
 
 
 def _by_work(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
@@ -155,11 +155,11 @@ def _by_work(rows: Sequence[ResultRow]) -> list[list[ResultRow]]:
     def of_rank(row: ResultRow) -> float:
         return work(row) / float(row["ranks"])
 
-    result: list[list[ResultRow]] = []
+    groups: list[list[ResultRow]] = []
     for row in sorted(rows, key=lambda row: (*(row[name] for name in OPERANDS), of_rank(row))):
-        first = result[-1][0] if result else row
+        first = groups[-1][0] if groups else row
         alike = all(row[name] == first[name] for name in OPERANDS) and of_rank(row) <= SAME_WORK * of_rank(first)
-        if not result or not alike:
-            result.append([])
-        result[-1].append(row)
-    return [group for group in result if len(_by(PROBLEM, group)) > 1]
+        if not groups or not alike:
+            groups.append([])
+        groups[-1].append(row)
+    return [group for group in groups if len(_by(PROBLEM, group)) > 1]

@@ -53,16 +53,16 @@ def run(args: argparse.Namespace) -> int:
         configuration.load(what)  # raises an error for a file that no run can take
         print(commented(configuration.read_table(what)), end="")
         return 0
-    result = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
-    if not result:
-        result = [key for key in keys() if what and _is_shown(key) and key.name.rpartition(".")[2] == what]
-    if not result:
+    shown = [key for key in keys() if what == key.name or (_is_shown(key) and (not what or key.name.startswith(f"{what}.")))]
+    if not shown:
+        shown = [key for key in keys() if what and _is_shown(key) and key.name.rpartition(".")[2] == what]
+    if not shown:
         known = [*(key.name for key in keys() if _is_shown(key)), *shipped, *models]
         raise ConfigError(f"There is no key, table or configuration {what!r}. The nearest is {toml.nearest_key(what, known)!r}.")
     if args.toml:
         print(commented({}), end="")
         return 0
-    print("\n".join(_as_text(result)))
+    print("\n".join(_as_text(shown)))
     if not what:
         print("\nConfigurations that are shipped, for `summa3d train NAME` and `summa3d config NAME`:")
         print("\n".join(f"  {name:<12} {title}" for name, title in shipped.items()))

@@ -38,16 +38,16 @@ def run(args: argparse.Namespace) -> int:
     """Print the report; returns the exit status 1 where MPI jobs cannot be started, else 0. In a Slurm job, srun starts them."""
     if args.flight is not None:
         return show_flight(args.flight)
-    result = examine()
+    facts = examine()
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps(facts))
     else:
-        for name, value in result.items():
+        for name, value in facts.items():
             if name != "warnings":
                 print(f"{name:<10} {_in_words(value)}")
-        for warning in result["warnings"]:  # type: ignore[attr-defined]
+        for warning in facts["warnings"]:  # type: ignore[attr-defined]
             print(f"warning: {warning}")
-    return 0 if result["launcher"] or "slurm" in result else 1
+    return 0 if facts["launcher"] or "slurm" in facts else 1
 
 
 def show_flight(folder: Path) -> int:
@@ -199,12 +199,12 @@ def _nccl() -> str | None:
 
 
 def _warnings(runtime: Runtime | None) -> list[str]:
-    result = [
+    facts = [
         f"{name}={os.environ[name]} is set: OpenBLAS does not choose its kernels by this processor, and may be slow. Unset {name}"
         for name in BLAS_OVERRIDES
         if name in os.environ
     ]
-    return result + _load_warnings() + segments.warnings(SHM_RANKS) + (_shadow_warnings(runtime) if runtime else [])
+    return facts + _load_warnings() + segments.warnings(SHM_RANKS) + (_shadow_warnings(runtime) if runtime else [])
 
 
 def _load_warnings() -> list[str]:

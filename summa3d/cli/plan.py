@@ -369,14 +369,14 @@ def show_formulas(args: argparse.Namespace) -> int:
             limits = "" if value <= 0 else f", from {SIZES[0]:g} to {SIZES[1]:g}"
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be positive{limits}.")
     sizes = (args.layers, args.hidden, args.vocabulary, args.sequence)
-    result = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
+    numbers = formulas.of_gpt(*sizes, args.batch) + formulas.of_pipeline(args.pp, args.micro_batches, args.chunks)
     if args.tokens is not None:
-        result += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
+        numbers += formulas.of_training(*sizes, args.tokens, args.ranks, args.tflops * 1e12)
     if args.json:
-        print(json.dumps({entry.name: entry.value for entry in result}))
+        print(json.dumps({entry.name: entry.value for entry in numbers}))
         return 0
-    width = max(len(entry.what) for entry in result)
-    for item in result:
+    width = max(len(entry.what) for entry in numbers)
+    for item in numbers:
         print(f"{item.what:<{width}}  {item.value:>10.4g}  {item.source}")
     return 0
 

@@ -174,9 +174,9 @@ def check_run(folder: Path) -> None:
     if holds_run(folder):
         return
     beside = folder.parent
-    result = sorted(item.name for item in beside.iterdir() if holds_run(item)) if beside.is_dir() else []
-    more = f" and {len(result) - MOST_LISTED} more" if len(result) > MOST_LISTED else ""
-    listed = f"Runs in {beside}: {', '.join(result[:MOST_LISTED])}{more}." if result else f"There are no runs in {beside}."
+    runs = sorted(item.name for item in beside.iterdir() if holds_run(item)) if beside.is_dir() else []
+    more = f" and {len(runs) - MOST_LISTED} more" if len(runs) > MOST_LISTED else ""
+    listed = f"Runs in {beside}: {', '.join(runs[:MOST_LISTED])}{more}." if runs else f"There are no runs in {beside}."
     raise ConfigError(f"{folder} holds no run. {listed} --start-or-resume begins one where there is none.")
 
 
@@ -366,10 +366,10 @@ def _line_for(config: Config, ranks: int) -> str:
     if ranks % outer:
         return generic
     try:
-        result = choose(config.local_model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
+        choice = choose(config.local_model, config.rows, ranks // outer, (config.scheme,), config.regather, config.vectors)
     except GridError:
         return generic
-    given = {**result.grid, **{axis: size for axis, size in config.grid.axes.items() if axis in OUTER and size > 1}}
+    given = {**choice.grid, **{axis: size for axis, size in config.grid.axes.items() if axis in OUTER and size > 1}}
     return " ".join(f"--set grid.{axis}={size}" for axis, size in given.items())
 
 

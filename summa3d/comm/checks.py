@@ -75,10 +75,10 @@ class Checks:
                 f"Pass one size per member that {'sum to it' if whole else 'equals its block'}."
             )
         if problem is None:
-            result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
-            problem = into_problem(into, array, result)
+            shape_of_result = [*shape[:dim], sizes[self.index] if whole else sum(sizes), *shape[dim + 1 :]]
+            problem = into_problem(into, array, shape_of_result)
             if problem is None and parts is not None:  # here, so that it is agreed on as the other problems
-                problem = self.workspace_problem(array, parts, prod(result) * self.size)
+                problem = self.workspace_problem(array, parts, prod(shape_of_result) * self.size)
         if problem is None and not self.debug:
             return dim, list(sizes)
         facts: dict[str, Any] = {"dim": dim, "other dims": (*shape[:dim], *shape[dim + 1 :])}

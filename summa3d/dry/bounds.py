@@ -53,17 +53,17 @@ def bounded_products(setting: Setting, step: DryStep) -> list[BoundedProduct]:
                 times * op.words
             )
     again = setting.recompute[0] == "full"
-    result = []
+    bounds = []
     named = BLOCK if model.config_json is None else products_of(model.config_json)
     for (name, modules), plan in zip(named.items(), layouts.block(model, rows), strict=True):
         count, words = layers * setting.accumulate * (PASSES + again), sum(moved[module] for module in modules)
         if model.num_experts and "mlp" in modules[0]:
             plan, count = _of_expert(setting, plan), count * -(-model.num_experts // setting.axes.get("ep", 1))
-        result.append(_bounded(name, plan, count, words, layouts.shape))
+        bounds.append(_bounded(name, plan, count, words, layouts.shape))
     if has_head:
         plan = layouts.plan(layouts.residual, "nt", rows, model.vocabulary, model.hidden)
-        result.append(_bounded(HEAD, plan, setting.accumulate * PASSES, moved[HEAD], layouts.shape))
-    return [item for item in result if item.times]
+        bounds.append(_bounded(HEAD, plan, setting.accumulate * PASSES, moved[HEAD], layouts.shape))
+    return [item for item in bounds if item.times]
 
 
 def _of_expert(setting: Setting, plan: ProductPlan) -> ProductPlan:

@@ -35,10 +35,10 @@ def steps(
     whole: dict[object, Rank] = {}
     traced: dict[object, Rank] = {}
     programs: dict[int, list[OpKey]] = {}
-    result = _classes(setting, training)
-    kinds = {key: (tuple(kinds_of(key[0], setting.stages)), key[1]) for key in result}
+    ranks_of = _classes(setting, training)
+    kinds = {key: (tuple(kinds_of(key[0], setting.stages)), key[1]) for key in ranks_of}
     every = len({(kind, key[2]) for key, kind in kinds.items()})
-    for key, ranks in result.items():
+    for key, ranks in ranks_of.items():
         (stage, _, shares), kind = key, kinds[key]
         if (kind, shares) not in traced:
             tell(len(traced), every)

@@ -588,10 +588,10 @@ def _in_turn(step: ProgramStep) -> tuple[int, int]:
 
 def _weights(module: torch.nn.Module) -> list[Tensor]:
     """The weights that its layers compute with, parameters or copies of them, each once."""
-    result = {
+    weights = {
         id(parameter): parameter for part in module.modules() for parameter in part._parameters.values() if parameter is not None
     }
-    return list(result.values())
+    return list(weights.values())
 
 
 def _net(segments: Sequence[Segment]) -> int:

@@ -96,8 +96,8 @@ def version_of(text: str) -> str:
     >>> version_of("Open MPI v5.0.3, package: Debian")
     '5.0.3'
     """
-    result = re.search(r"\d+(\.\d+)+\w*", text)
-    return result.group() if result else "of unknown version"
+    match = re.search(r"\d+(\.\d+)+\w*", text)
+    return match.group() if match else "of unknown version"
 
 
 def loaded_runtime() -> Runtime:
@@ -228,8 +228,8 @@ def on_all_cores() -> Iterator[None]:
 
 def threads_are_free(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether the user has left the number of BLAS threads to summa3d, which may have set it already."""
-    result = {environ.get(name) for name in THREAD_VARIABLES}
-    return result == {None} or result == {environ.get(SHARE_VARIABLE)}
+    settings = {environ.get(name) for name in THREAD_VARIABLES}
+    return settings == {None} or settings == {environ.get(SHARE_VARIABLE)}
 
 
 def share_threads(share: int) -> None:

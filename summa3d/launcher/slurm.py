@@ -20,8 +20,8 @@ def offered_types() -> list[str]:
 
 def default_type(environ: Mapping[str, str] = os.environ) -> str:
     """Type by which srun starts ranks without --mpi: SLURM_MPI_TYPE, else MpiDefault of the cluster, else "unknown"."""
-    result = re.search(r"^MpiDefault\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE)
-    return environ.get(TYPE_VARIABLE) or (result.group(1) if result else "unknown")
+    line = re.search(r"^MpiDefault\s*=\s*(\S+)", _answer("scontrol", "show", "config"), re.MULTILINE)
+    return environ.get(TYPE_VARIABLE) or (line.group(1) if line else "unknown")
 
 
 def starts(vendor: str, kind: str) -> bool:

@@ -173,11 +173,11 @@ class _Reader:
 
     def word(self, wanted: str) -> str:
         """The word at the cursor, which steps behind it."""
-        result = WORD.match(self.text, self.at)
-        if result is None:
+        token = WORD.match(self.text, self.at)
+        if token is None:
             self.fail(self.at, wanted)
-        self.at = result.end()
-        return result.group()
+        self.at = token.end()
+        return token.group()
 
     def accept(self, mark: str) -> bool:
         """Step over `mark` where it stands at the cursor."""
@@ -192,10 +192,10 @@ class _Reader:
 
     def skip_blanks(self) -> None:
         """Step over blanks."""
-        result = BLANKS.match(self.text, self.at)
-        self.at = result.end() if result else self.at
+        token = BLANKS.match(self.text, self.at)
+        self.at = token.end() if token else self.at
 
     def fail(self, at: int, wanted: str) -> NoReturn:
         """Raise LayoutError for what stands at position `at`."""
-        result = repr(self.text[at:]) if at < len(self.text) else "the end"
-        raise LayoutError(f"The layout {self.text!r} cannot be read at position {at}: found {result}, expected {wanted}.\n{HELP}")
+        rest = repr(self.text[at:]) if at < len(self.text) else "the end"
+        raise LayoutError(f"The layout {self.text!r} cannot be read at position {at}: found {rest}, expected {wanted}.\n{HELP}")

@@ -63,9 +63,9 @@ def choose(
     >>> choose(ModelConfig(hidden=64), batch=8, ranks=4, regather=False).grid
     {'x': 4, 'y': 1, 'z': 1}
     """
-    result = ranked(config, batch, ranks, schemes, regather, vectors)
-    fewest = min(item.words for item in result)
-    return replace(next(item for item in result if item.words <= EQUAL * fewest), compared=len(result))
+    choices = ranked(config, batch, ranks, schemes, regather, vectors)
+    fewest = min(item.words for item in choices)
+    return replace(next(item for item in choices if item.words <= EQUAL * fewest), compared=len(choices))
 
 
 def ranked(

@@ -86,13 +86,13 @@ def first_holders(sharding: Sharding | None, grid: BaseGrid) -> np.ndarray:
     known: dict[Sharding | None, np.ndarray] = grid.job.kept[grid].setdefault("first holders", {})
     if sharding not in known:
         first: dict[tuple[tuple[int, int], ...], int] = {}
-        result = []
+        holders = []
         for rank in range(grid.size):
             at = grid.coordinates_of(rank)
             slices = () if sharding is None else sharding.layout.slices(sharding.shape, grid.shape, at)
             block = tuple((part.start, part.stop) for part in slices)
-            result.append(-1 if any(start == stop for start, stop in block) else first.setdefault(block, rank))
-        known[sharding] = np.array(result)
+            holders.append(-1 if any(start == stop for start, stop in block) else first.setdefault(block, rank))
+        known[sharding] = np.array(holders)
     return known[sharding]
 
 

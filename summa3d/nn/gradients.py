@@ -83,10 +83,10 @@ def grad_norm(
     argument, in which parameters have gradients, or in the gradient of a torch parameter; GridError where no parameter belongs
     to a layer of summa3d, or they lie on several grids; ConfigError for another norm_type.
     """
-    result = ModelGradients.of("grad_norm", parameters, norm_type, each=bool(each))
-    norms = result.norms(each)
+    gradients = ModelGradients.of("grad_norm", parameters, norm_type, each=bool(each))
+    norms = gradients.norms(each)
     if error_if_nonfinite:
-        result.check_finite(norms.max())
+        gradients.check_finite(norms.max())
     return norms if each else norms[0]
 
 
@@ -197,8 +197,8 @@ class ModelGradients:
             for name, gradient in zip(self.names, self.gradients, strict=True)
             if gradient is not None and not torch.isfinite(gradient).all()
         ]
-        result = self.grid.ranked.comm.allgather(wrong[:1])
-        where = "; ".join(f"{names[0]} on rank {rank}" for rank, names in enumerate(result) if names)
+        places = self.grid.ranked.comm.allgather(wrong[:1])
+        where = "; ".join(f"{names[0]} on rank {rank}" for rank, names in enumerate(places) if names)
         raise Summa3dError(f"{self.operation}: the norm of the gradients is {norm.item()}. Gradients with inf or nan: {where}.")
 
 

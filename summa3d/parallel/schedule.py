@@ -167,8 +167,8 @@ def zb_v(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
 def _first(m: int, *kinds: str) -> list[ScheduleOp]:
     """Ops by kind and chunk (0 where it is left out), each for the next of m micro-batches, and left out behind the last."""
     following = {kind: iter([ScheduleOp(kind[0], int(kind[1:] or 0), micro) for micro in range(m)]) for kind in {*kinds}}
-    result = (next(following[kind], None) for kind in kinds)
-    return [op for op in result if op is not None]
+    ops = (next(following[kind], None) for kind in kinds)
+    return [op for op in ops if op is not None]
 
 
 def looped(p: int, v: int) -> tuple[int, ...]:

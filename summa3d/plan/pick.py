@@ -91,12 +91,12 @@ def pick(
 
     Raises GridError where no grid fits.
     """
-    result = candidates(config, ranks, schemes)
-    chosen = {} if REPLICAS not in config.chosen else {"dp": result[0].config.grid.dp}
-    if len(result) == 1:
-        return Pick(result[0].choice.scheme, {**result[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
+    eligible = candidates(config, ranks, schemes)
+    chosen = {} if REPLICAS not in config.chosen else {"dp": eligible[0].config.grid.dp}
+    if len(eligible) == 1:
+        return Pick(eligible[0].choice.scheme, {**eligible[0].choice.grid, **chosen}, None, cluster.name, 0, 1)
     times, priced = Times(cluster, Exact(tell), config.train), []
-    for item in shortened(result):
+    for item in shortened(eligible):
         plan = plan_of(item.config, item.choice, cluster)
         try:
             held = memory(plan, *times.store.cells(plan.inner, plan.units), times.muon(plan))
@@ -108,7 +108,7 @@ def pick(
     fastest = min(seconds for seconds, *_ in fitting)
     seconds, _, best = next(entry for entry in fitting if entry[0] <= EQUAL * fastest)
     grid = best.choice.grid | ({"dp": best.config.grid.dp} if chosen else {})
-    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(result), is_assumed(cluster))
+    return Pick(best.choice.scheme, grid, seconds, cluster.name, len(priced), len(eligible), is_assumed(cluster))
 
 
 def is_assumed(cluster: Cluster) -> bool:

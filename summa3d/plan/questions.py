@@ -37,9 +37,9 @@ def sequences(text: str, sequence: int) -> int:
     >>> sequences("250", 8192), sequences("4Mtokens", 8192)
     (250, 512)
     """
-    result = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGT]?)\s*tokens?\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kMGT]?)\s*tokens?\s*", text)
     try:
-        number = _even(float(result[1]) * SCALES[result[2]] / sequence) if result else int(text)
+        number = _even(float(match[1]) * SCALES[match[2]] / sequence) if match else int(text)
     except ValueError:
         number = 0
     if number < 1:

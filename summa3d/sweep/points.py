@@ -237,11 +237,11 @@ def _of_products(config: Keys, ranks: int, spec: str) -> Iterator[tuple[dict[str
         return
     problem = Point("gemm", ranks, config).problem
     for item in ALGORITHMS if name == ALL else [name]:
-        result = algorithm(item, None if name == ALL else ranks)
-        grids = list(result.grids(ranks))
+        rules = algorithm(item, None if name == ALL else ranks)
+        grids = list(rules.grids(ranks))
         if grids:
-            chosen = grids if spec == EVERY else [fewest_words(result, problem, ranks)]
-            yield from (({"algorithm": result.name}, dict(axes)) for axes in chosen)
+            chosen = grids if spec == EVERY else [fewest_words(rules, problem, ranks)]
+            yield from (({"algorithm": rules.name}, dict(axes)) for axes in chosen)
 
 
 def _of_models(sweep: Sweep, config: Keys, ranks: int, spec: str) -> Iterator[dict[str, int]]:

@@ -457,10 +457,10 @@ def _vocabulary_of(path: str) -> int:
     if not Path(path).is_file():
         return 0
     try:
-        result = read_json(Path(path))
-        words = result["model"]["vocab"]
+        table = read_json(Path(path))
+        words = table["model"]["vocab"]
         numbers = [*(words.values() if isinstance(words, dict) else range(len(words)))]
-        return 1 + max([*numbers, *(token["id"] for token in result.get("added_tokens") or ())])
+        return 1 + max([*numbers, *(token["id"] for token in table.get("added_tokens") or ())])
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"data.tokenizer = {path!r} is not a tokenizer.json of the tokenizers library ({reason}).") from error

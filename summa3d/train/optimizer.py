@@ -69,8 +69,8 @@ class AdamW:
 
         They are the same with moments that are copied over the replicas and with sharded ones, and so is the norm.
         """
-        result = [(state.counted_gradient, state.shardings.counts) for state in self.states.values()]
-        return [(gradient, counts) for gradient, counts in result if gradient is not None]
+        pairs = [(state.counted_gradient, state.shardings.counts) for state in self.states.values()]
+        return [(gradient, counts) for gradient, counts in pairs if gradient is not None]
 
     @torch.no_grad()
     def step(self, rate: float, factor: float = 1.0) -> None:
@@ -80,8 +80,8 @@ class AdamW:
         """
         mine = [state for state in self.states.values() if state.name in self.moments.get(MOMENTS[0], {})]
         for decay in (True, False):
-            result = [(state, state.gradient) for state in mine if state.parameter.decay is decay]
-            given = [(state, gradient) for state, gradient in result if gradient is not None]
+            updates = [(state, state.gradient) for state in mine if state.parameter.decay is decay]
+            given = [(state, gradient) for state, gradient in updates if gradient is not None]
             self._take(given, rate, self.config.weight_decay if decay else 0.0, factor)
 
     def _take(self, given: list[tuple[ParameterState, torch.Tensor]], rate: float, weight_decay: float, factor: float) -> None:
@@ -128,10 +128,10 @@ class MuonAdamW(AdamW):
         super().step(rate, factor)
         given = {name: self.states[name].gradient for name in self._shapes}
         blocks = {name: self._averaged(self.states[name], gradient, factor) for name, gradient in given.items()}
-        result = self.owners.orthogonalised(blocks)
+        updates = self.owners.orthogonalised(blocks)
         for name, gradient in given.items():
             if gradient is not None:
-                self._update(self.states[name], result.pop(name), rate)
+                self._update(self.states[name], updates.pop(name), rate)
 
     def _averaged(self, state: ParameterState, gradient: torch.Tensor | None, factor: float) -> torch.Tensor:
         """The matrix to orthogonalise for a weight, in a new tensor; updates the momentum."""

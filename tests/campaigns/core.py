@@ -171,7 +171,7 @@ class Board:
         self.states, self.rank = np.memmap(file, np.float64, "r+", shape=(size, 8)), rank
 
     def write(self, number: int, state: int) -> None:
-        """Return what this rank has come to in a case."""
+        """Write this rank's state in a case."""
         self.states[self.rank, :3] = number, state, time.monotonic()
 
     def others_wait(self, number: int, settled: float) -> bool:

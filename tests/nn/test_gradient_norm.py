@@ -117,7 +117,7 @@ def test_ten_clipped_steps_of_adam_are_those_of_one_process_and_copies_stay_equa
 
 @pytest.mark.mpi(sizes=(4,))
 def test_torchs_own_clipping_of_blocks_lets_copies_drift_apart_and_check_copies_names_the_first(make_grid):
-    """Return why there is a function of our own."""
+    """The reason for a function of our own."""
     _, model, _ = both(make_grid, "cuboid", "copied", {"x": 2, "y": 2, "z": 1})
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     torch.optim.SGD(model.parameters(), lr=0.1).step()

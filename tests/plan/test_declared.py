@@ -139,7 +139,7 @@ def test_contexts_are_searched_for_long_sequences_or_where_they_are_asked_for() 
 
 
 def test_every_kind_of_contexts_is_a_plan_with_the_words_of_its_dry_run(store: Store) -> None:
-    """Return what the kinds' formulas say, in a block and micro-batch; what cannot be is counted with the run's own words."""
+    """Words of the kinds' formulas, in a block and micro-batch; what cannot be is counted with the run's own words."""
     era = Era(("oned",), (("none", False),), (1,), ("1f1b",), SEARCHED)
     space = Space(MODEL, 4, 4, "bfloat16", "cuda", (8,), era=era, fixed={"grid.cp": 4, "train.batch": 4})
     found = search(replace(space, model=replace(MODEL, sequence=24, heads=8)), store)

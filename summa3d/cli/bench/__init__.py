@@ -248,9 +248,9 @@ def every_grid(problem: Any, ranks: int, machine: Any) -> Iterator[Any]:
 
     chosen = own_choice(problem, ranks, machine)
     yield chosen
-    for name, result in ALGORITHMS.items():
-        plan = result.plan(problem.form, problem.m, problem.n, problem.k)
-        for grid in result.grids(ranks):
+    for name, rules in ALGORITHMS.items():
+        plan = rules.plan(problem.form, problem.m, problem.n, problem.k)
+        for grid in rules.grids(ranks):
             replicates_nothing = all(size == 1 or axis in plan.split_by_all for axis, size in grid.items())
             if replicates_nothing and (name, grid) != (chosen.algorithm, chosen.grid):
                 yield ProductEntry(name, grid, problem)
@@ -266,14 +266,14 @@ def parse_entry(text: str, problem: Any, ranks: int) -> tuple[str, dict[str, int
     from ...gemm.algorithms.registry import algorithm
 
     name, _, rest = text.partition(":")
-    result = algorithm(name)
+    rules = algorithm(name)
     sizes = grid_of(rest) if rest else {}
-    known = (*result.axes, *result.options)
+    known = (*rules.axes, *rules.options)
     if sizes is None or not set(sizes) <= set(known):
         raise ConfigError(
-            f"--entry {text}: {rest!r} is not AXIS=SIZE,OPTION=NUMBER,…, each once; {result.name} has {', '.join(known)}."
+            f"--entry {text}: {rest!r} is not AXIS=SIZE,OPTION=NUMBER,…, each once; {rules.name} has {', '.join(known)}."
         )
-    options = {key: bool(size) if key in SWITCHES else size for key, size in sizes.items() if key in result.options}
-    axes = {axis: sizes.get(axis, 1) for axis in result.axes}
-    given = any(axis in sizes for axis in result.axes)
-    return result.name, axes if given else fewest_words(algorithm(name, ranks), problem, ranks), options
+    options = {key: bool(size) if key in SWITCHES else size for key, size in sizes.items() if key in rules.options}
+    axes = {axis: sizes.get(axis, 1) for axis in rules.axes}
+    given = any(axis in sizes for axis in rules.axes)
+    return rules.name, axes if given else fewest_words(algorithm(name, ranks), problem, ranks), options

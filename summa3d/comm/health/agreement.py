@@ -19,11 +19,11 @@ def agree_on_error(comm: MPI.Comm, error: Exception | None) -> None:
     A check that can fail on some ranks only (a file that one node cannot read) goes through here before the next collective,
     so that no rank waits for one that has left. Where not all ranks failed, the message names those that did.
     """
-    result = comm.allgather(None if error is None else _sendable(error))
-    failed = [rank for rank, item in enumerate(result) if item is not None]
+    errors = comm.allgather(None if error is None else _sendable(error))
+    failed = [rank for rank, item in enumerate(errors) if item is not None]
     if not failed:
         return
-    kind, message = next(item for item in result if item is not None)
+    kind, message = next(item for item in errors if item is not None)
     if len(failed) < comm.size:
         message += f"\n  On {_ranks_in_words(failed)} of {comm.size} only."
     raise kind(message) from error

@@ -343,8 +343,8 @@ class Flight:
 def read(file: Path) -> Flight | None:
     """A rank's file; None if it is none, or cut short."""
     try:
-        with flight_files.opened(file, anybodys=True) as result:
-            data = result.read(NBYTES + 1)
+        with flight_files.opened(file, anybodys=True) as stream:
+            data = stream.read(NBYTES + 1)
     except OSError:
         return None
     if len(data) != NBYTES or not data.startswith(flight_files.MAGIC):
@@ -369,12 +369,12 @@ def read(file: Path) -> Flight | None:
 
 def read_folder(folder: Path) -> list[Flight]:
     """The files of a folder, by rank."""
-    result = [read(file) for file in flight_files.records_of(folder).values()]
-    return sorted((item for item in result if item is not None), key=lambda item: item.rank)
+    flights = [read(file) for file in flight_files.records_of(folder).values()]
+    return sorted((item for item in flights if item is not None), key=lambda item: item.rank)
 
 
 def table(flights: Sequence[Flight], now: float) -> list[str]:
-    """Table of waiting ranks: call, awaited ranks, since when, differing calls; empty if nobody waits. `now` is when the job ended."""
+    """Table of waiting ranks: call, awaited ranks, start, differing calls; empty if none waits. `now` is when the job ended."""
     if not any(flight.waits for flight in flights):
         return []
     now = max(

@@ -63,8 +63,8 @@ def opened(file: Path, anybodys: bool = False) -> Iterator[BinaryIO]:
 
 def head_of(file: Path) -> Head | None:
     """Header of a rank's file; None for a file that is none, or another user's."""
-    with contextlib.suppress(OSError, struct.error), opened(file) as result:
-        magic, *head = HEADER.unpack(result.read(HEADER.size))
+    with contextlib.suppress(OSError, struct.error), opened(file) as stream:
+        magic, *head = HEADER.unpack(stream.read(HEADER.size))
         return Head(*head) if magic == MAGIC else None
     return None
 

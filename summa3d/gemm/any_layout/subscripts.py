@@ -80,14 +80,14 @@ class Subscripts(NamedTuple):
 
     def extents(self, a: Sequence[int], b: Sequence[int]) -> dict[str, int]:
         """Letter → its size, of the shapes of A and B. Raises ShapeError where they do not fit the letters, or each other."""
-        result: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for name, letters, shape in (("A", self.a, a), ("B", self.b, b)):
             if len(shape) != len(letters):
                 raise ShapeError(f"{self}: {name} has {len(letters)} letters, {letters}, and the shape {tuple(shape)}.")
             for letter, size in zip(letters, shape, strict=True):
-                if result.setdefault(letter, size) != size:
-                    raise ShapeError(f"{self}: {letter} is {result[letter]} in A {tuple(a)} and {size} in B {tuple(b)}.")
-        return {letter: result[letter] for letter in self.letters}
+                if sizes.setdefault(letter, size) != size:
+                    raise ShapeError(f"{self}: {letter} is {sizes[letter]} in A {tuple(a)} and {size} in B {tuple(b)}.")
+        return {letter: sizes[letter] for letter in self.letters}
 
     def __str__(self) -> str:
         return f"{self.a},{self.b}->{self.c}"

@@ -276,12 +276,12 @@ class Search:
         """Every algorithm on every grid; with a memory limit, in narrower panels too."""
         m, n, k = self.shape
         for name in self.names:
-            result = registry.ALGORITHMS[name]
-            limited = self.memory_limit is not None and "panel" in result.options
+            rules = registry.ALGORITHMS[name]
+            limited = self.memory_limit is not None and "panel" in rules.options
             widths: tuple[int | None, ...] = (None, *PANEL_WIDTHS) if limited else (None,)
-            plans = [(width, result.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
-            for grid, (width, plan) in product(result.grids(ranks), plans):
-                mean = result.mean(self.form.replace("c", "t"), m, n, k, grid)
+            plans = [(width, rules.plan(self.form, m, n, k, **({"panel": width} if width else {}))) for width in widths]
+            for grid, (width, plan) in product(rules.grids(ranks), plans):
+                mean = rules.mean(self.form.replace("c", "t"), m, n, k, grid)
                 if width and k:
                     mean = in_panels(mean, max(mean.products, -(-k // width)))
                 candidate = Candidate(name, grid, ranks, plan, mean, self.dtype, self.machine)

@@ -164,8 +164,8 @@ def ranges_of(key: Any, shape: tuple[int, ...]) -> tuple[IndexRanges, bool]:
     if len(keys) > 2:
         raise ShapeError(f"A[{len(keys)} indices]: a matrix has two dims, A[rows, columns].")
     names = ("rows", "columns")[: len(keys)]
-    result = [_range_of(item, extent, name) for item, extent, name in zip(keys, shape, names, strict=False)]
-    rows, columns = (*result, range(shape[1]))[:2]
+    ranges = [_range_of(item, extent, name) for item, extent, name in zip(keys, shape, names, strict=False)]
+    rows, columns = (*ranges, range(shape[1]))[:2]
     return (rows, columns), len(keys) == 2 and not any(isinstance(key, slice) for key in keys)
 
 

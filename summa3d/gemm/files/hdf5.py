@@ -77,19 +77,19 @@ def _block(path: Path, dataset: str, grid: BaseGrid, layout: Ownership) -> tuple
         if dataset not in file or not hasattr(file[dataset], "shape"):
             names = ", ".join(sorted(name for name, item in file.items() if hasattr(item, "shape"))) or "none"
             raise DataError(f"{path} has no dataset {dataset!r}. Datasets of its root: {names}.")
-        result = file[dataset]
-        if result.shape is None or len(result.shape) != 2:
-            raise DataError(f"{path}: the dataset {dataset!r} is no matrix (2 dims), but {result.shape}.")
-        if result.dtype.hasobject:
-            raise DataError(f"{path}: the dataset {dataset!r} has elements of dtype {result.dtype}, not numbers.")
-        rows, columns = layout.runs(result.shape, grid.shape, grid.coordinates)
-        block = np.empty([sum(run.stop - run.start for run in runs) for runs in (rows, columns)], result.dtype.newbyteorder("="))
+        stored = file[dataset]
+        if stored.shape is None or len(stored.shape) != 2:
+            raise DataError(f"{path}: the dataset {dataset!r} is no matrix (2 dims), but {stored.shape}.")
+        if stored.dtype.hasobject:
+            raise DataError(f"{path}: the dataset {dataset!r} has elements of dtype {stored.dtype}, not numbers.")
+        rows, columns = layout.runs(stored.shape, grid.shape, grid.coordinates)
+        block = np.empty([sum(run.stop - run.start for run in runs) for runs in (rows, columns)], stored.dtype.newbyteorder("="))
         if columns and len(columns) > 1 and block.shape[1] // len(columns) * block.itemsize < SHORT:
             span, wanted = slice(columns[0].start, columns[-1].stop), indices(columns) - columns[0].start
             for inside, outside in boxes((rows, (span,))):
-                block[inside[0]] = result[outside][:, wanted]
+                block[inside[0]] = stored[outside][:, wanted]
         else:
             for inside, outside in boxes((rows, columns)):
                 if block[inside].size:
-                    result.read_direct(block, outside, inside)
-    return block, result.shape
+                    stored.read_direct(block, outside, inside)
+    return block, stored.shape

@@ -218,8 +218,8 @@ def _layers_of(module: nn.Module) -> str:
     """The name of the list of layers in a model's pipeline plan."""
     plan: Mapping[str, Any] = getattr(getattr(module, "config", None), PLAN, None) or {}
     prefix = getattr(module, "base_model_prefix", "")
-    result = [f"{prefix}.{name}" for name in plan]
-    lists = [name for name in result if isinstance(module.get_submodule(name), nn.ModuleList)]
+    layers = [f"{prefix}.{name}" for name in plan]
+    lists = [name for name in layers if isinstance(module.get_submodule(name), nn.ModuleList)]
     if len(lists) != 1:
         raise ConfigError(
             f"{type(module).__name__} has no plan of its layers in a pipeline ({PLAN}), which training reads. "

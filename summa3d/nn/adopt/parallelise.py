@@ -386,9 +386,8 @@ def _cut(scheme: Context, is_listed: bool, module: nn.Module, args: Any, kwargs:
     if tensors:
         check_needs(scheme, of_batch(scheme, len(next(iter(tensors.values())))))
     cut: Callable[[str, Any], Any] = partial(_part, scheme, is_listed)
-    return tuple(cut(f"input {place}", argument) for place, argument in enumerate(args)), {
-        k: cut(k, item) for k, item in kwargs.items()
-    }
+    cut_args = tuple(cut(f"input {place}", argument) for place, argument in enumerate(args))
+    return cut_args, {name: cut(name, argument) for name, argument in kwargs.items()}
 
 
 def _part(scheme: Context, is_listed: bool, name: str, given: Any) -> Any:

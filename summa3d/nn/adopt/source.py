@@ -34,10 +34,10 @@ def model_table(folder: Path) -> dict[str, Any]:
     Raises CheckpointError where the folder's config.json cannot be read, ConfigError for an unknown model.
     """
     try:
-        result = read_json(folder / CONFIG)
+        table = read_json(folder / CONFIG)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is no Transformers folder: its {CONFIG} cannot be read ({error}).") from error
-    text = json.dumps(result, sort_keys=True)
+    text = json.dumps(table, sort_keys=True)
     return {"family": FAMILY, "folder": str(folder.resolve()), "config_json": text, **sizes_of(config_of(text))}
 
 

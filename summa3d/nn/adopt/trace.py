@@ -170,7 +170,7 @@ class _Trace(TorchFunctionMode):
         dim = kwargs.get("dim", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None)
         ndim = tensors[0].dim()
         dims = dim if isinstance(dim, (tuple, list)) else (dim,)
-        if any(dim in (None, -1, ndim - 1) for dim in dims):
+        if any(reduced in (None, -1, ndim - 1) for reduced in dims):
             self.refuse(f"{name} reduces {place} over its last dim, which axes split: only norms and linear layers can.")
 
 
@@ -201,13 +201,13 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
     modules = {id(entry): name for name, entry in module.named_modules()}
     tracer, training, numbers = _Trace(names, roles), {entry: entry.training for entry in module.modules()}, count()
 
-    def enter(module: nn.Module, given: Any) -> None:
-        is_a_norm = is_norm(module)
-        tracer.inside.append(_Call(modules.get(id(module), ""), is_a_norm, next(numbers)))
+    def enter(called: nn.Module, given: Any) -> None:
+        is_a_norm = is_norm(called)
+        tracer.inside.append(_Call(modules.get(id(called), ""), is_a_norm, next(numbers)))
         if is_a_norm and given and getattr(given[0], "_place", None) in SPLIT:
-            tracer.uses.norms[modules[id(module)]] = given[0]._place, given[0].shape[-1]
+            tracer.uses.norms[modules[id(called)]] = given[0]._place, given[0].shape[-1]
 
-    def leave(module: nn.Module, given: Any, out: Any) -> None:
+    def leave(called: nn.Module, given: Any, out: Any) -> None:
         tracer.inside.pop()
 
     args = inputs if isinstance(inputs, tuple) else ()

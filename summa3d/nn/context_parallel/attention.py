@@ -16,12 +16,12 @@ from .tiles import AttendedSum, GradientSum, TileMask, adjacent, apart
 class _ContextAttention(Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, kv: Tensor, split: ContextSplit, moves: KeyMoves, causal: bool, mask: TileMask) -> Tensor:
-        result = AttendedSum(q := apart(q), kv.shape[1])
+        attended = AttendedSum(q := apart(q), kv.shape[1])
         for source, part, block in moves.blocks(kv):
             for tile in within(split.tiles(source, q.shape[2], causal), part):
-                result.add(block, part, tile, mask(tile, source))
-        out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, moves.kept(kv), out, result.sums)
+                attended.add(block, part, tile, mask(tile, source))
+        out = attended.out.to(q.dtype)
+        ctx.save_for_backward(q, moves.kept(kv), out, attended.sums)
         ctx.how = split, moves, causal, mask
         return out
 
@@ -29,14 +29,14 @@ class _ContextAttention(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (q, kv, out, sums), (split, moves, causal, mask) = ctx.saved_tensors, ctx.how
-        result = GradientSum(adjacent(grad), q, out, sums, kv.shape[-4])
+        gradient = GradientSum(adjacent(grad), q, out, sums, kv.shape[-4])
 
         def add(source: int, part: BlockPart, block: Tensor, of_block: Tensor) -> None:
             for tile in within(split.tiles(source, q.shape[2], causal), part):
-                result.add(block, part, tile, mask(tile, source), of_block)
+                gradient.add(block, part, tile, mask(tile, source), of_block)
 
         of_kv = moves.add_gradients(kv, add)
-        return result.of_q.to(q.dtype), of_kv.to(kv.dtype), None, None, None, None
+        return gradient.of_q.to(q.dtype), of_kv.to(kv.dtype), None, None, None, None
 
 
 def within(tiles: list[Tile], part: BlockPart) -> list[Tile]:

@@ -29,12 +29,12 @@ class TokenMask:
 
     def allowed(self, queries: Tensor, keys: Tensor) -> Tensor:
         """True where a query attends to a key, [b/(XZ), 1, queries, keys], for positions of queries and of keys."""
-        result = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=queries.device)
+        mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=queries.device)
         if self.documents is not None:
-            result = self.documents[:, None, queries, None] == self.documents[:, None, None, keys]
+            mask = self.documents[:, None, queries, None] == self.documents[:, None, None, keys]
         if self.tokens is not None and self.blind is not None:
-            result = result & self.tokens[:, None, None, keys] | self.blind[:, None, queries, None]
-        return result.expand(-1, -1, len(queries), len(keys))
+            mask = mask & self.tokens[:, None, None, keys] | self.blind[:, None, queries, None]
+        return mask.expand(-1, -1, len(queries), len(keys))
 
 
 @dataclass(frozen=True)

@@ -115,12 +115,12 @@ class Muon(torch.optim.Optimizer):
         loss = closure_loss(closure)
         groups = {id(p): group for group in self.param_groups for p in group["params"]}
         mine = {name: self._parameters[name] for name in self._shapes}
-        result = self._owners.orthogonalised({name: self._averaged(p, groups[id(p)]) for name, p in mine.items()})
+        updates = self._owners.orthogonalised({name: self._averaged(p, groups[id(p)]) for name, p in mine.items()})
         for name, p in mine.items():
             if p.grad is not None:
                 group = groups[id(p)]
                 p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.add_(result[name], alpha=-group["lr"] * self._scale(*self._shapes[name]))
+                p.add_(updates[name], alpha=-group["lr"] * self._scale(*self._shapes[name]))
         return loss
 
     def _averaged(self, p: ShardedParameter, group: Mapping[str, Any]) -> Tensor:

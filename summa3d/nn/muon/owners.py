@@ -186,12 +186,12 @@ class OwnersPlan:
 
     def _blocks_of(self, held: Sharding) -> list[Extent | None]:
         if held not in self._blocks:
-            result: list[Extent | None] = []
+            blocks: list[Extent | None] = []
             for at in self.members:
                 rows, columns = held.layout.slices(held.shape, self.shape, at)
                 block = (rows.start, rows.stop), (columns.start, columns.stop)
-                result.append(block if rows.start < rows.stop and columns.start < columns.stop else None)
-            self._blocks[held] = result
+                blocks.append(block if rows.start < rows.stop and columns.start < columns.stop else None)
+            self._blocks[held] = blocks
         return self._blocks[held]
 
     def _piece(self, number: int, block: Extent, holder: int, owner: int) -> Iterator[Piece]:

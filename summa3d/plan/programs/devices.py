@@ -70,9 +70,9 @@ def ports_of(network: str) -> tuple[int, float]:
     >>> ports_of("8x400Gb/s (not printed)"), ports_of("InfiniBand, 1.6 Tb/s"), ports_of("InfiniBand")
     ((8, 50000000000.0), (0, 200000000000.0), (0, 0.0))
     """
-    result = re.search(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*([GTM])(b|B|bit)", network)
-    if result is None:
+    match = re.search(r"(?:(\d+)\s*[x×*]\s*)?(\d+(?:\.\d+)?)\s*([GTM])(b|B|bit)", network)
+    if match is None:
         return 0, 0.0
-    ports, rate, scale, unit = result.groups()
+    ports, rate, scale, unit = match.groups()
     size = float(rate) * {"M": 1e6, "G": 1e9, "T": 1e12}[scale] / (1 if unit == "B" else 8)
     return int(ports or 0), size

@@ -144,14 +144,14 @@ def _limited(limits: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
     least: dict[str, int] = {}
     most: dict[str, int] = {}
     for text in limits:
-        result = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
-        number = whole(result[3]) if result else None
-        if not result or number is None:
+        match = re.fullmatch(r"\s*([\w.]+)\s*(<=|>=)\s*(\d+)\s*", text)
+        number = whole(match[3]) if match else None
+        if not match or number is None:
             raise ConfigError(f"--limit {text!r} is not of the form KEY<=NUMBER or KEY>=NUMBER, as in --limit 'y<=8'.")
-        key = _known("--limit", result[1])
+        key = _known("--limit", match[1])
         if key in WORDS or key in TAKES:
-            raise ConfigError(f"--limit {text!r}: {result[1]} is no number; --fix {result[1]}=… takes it.")
-        if result[2] == "<=":
+            raise ConfigError(f"--limit {text!r}: {match[1]} is no number; --fix {match[1]}=… takes it.")
+        if match[2] == "<=":
             most[key] = min(number, most.get(key, number))
         else:
             least[key] = max(number, least.get(key, number))
@@ -205,9 +205,9 @@ def bytes_of(text: str, option: str = "--memory") -> float:
     >>> bytes_of("70GiB"), bytes_of("1.5 GB")
     (75161927680.0, 1500000000.0)
     """
-    result = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", text)
     try:
-        size = float(result[1]) * SIZES[result[2].upper()] if result else 0.0
+        size = float(match[1]) * SIZES[match[2].upper()] if match else 0.0
     except (KeyError, ValueError):
         size = 0.0
     if not 0 < size < inf:

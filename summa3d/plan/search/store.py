@@ -41,12 +41,12 @@ def folder() -> Path:
 @cache
 def code() -> str:
     """A fingerprint of the code that is traced: the library's sources, and torch's version."""
-    root, result = Path(__file__).parents[2], hashlib.sha256(metadata.version("torch").encode())
+    root, digest = Path(__file__).parents[2], hashlib.sha256(metadata.version("torch").encode())
     folders = [*(root / package for package in PACKAGES), root.parent / "kernels", root / "kernels"]
     files = [file for folder in folders for file in sorted(folder.rglob("*.py"))]
     for file in [*files, Path(__file__).with_name("cells.py"), root / "plan" / "cells.py", root / "blas_library.py"]:
-        result.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
-    return result.hexdigest()[:16]
+        digest.update(str(file.relative_to(root.parent)).encode() + file.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def header(inner: StageGrid, single: bool) -> dict[str, Any]:

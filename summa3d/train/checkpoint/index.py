@@ -79,8 +79,8 @@ def read(path: Path, form: str = FORMAT) -> dict[str, Any]:
     if altered:
         raise CheckpointError(f"The checkpoint index {path} is altered. {advice}")
     if (index.get("format"), index.get("version")) != (form, VERSION):
-        result = _shown(f"{index.get('format')} {index.get('version')}")
-        raise CheckpointError(f"{path} has format {result}; what is wanted here is {form} {VERSION}.")
+        version = _shown(f"{index.get('format')} {index.get('version')}")
+        raise CheckpointError(f"{path} has format {version}; what is wanted here is {form} {VERSION}.")
     try:
         _conform(index, SCHEMAS[form], "")
         if (named := re.fullmatch(r"step-(\d+)", path.parent.name)) and int(named[1]) != index["step"]:

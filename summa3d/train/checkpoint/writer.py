@@ -121,8 +121,8 @@ class Writer:
             return
         began, saving, comm = time.perf_counter(), self._saving, self._grid.comm
         entry, error = _outcome(saving)
-        result = comm.gather((entry, error))
-        failed: list[str] = comm.bcast([item for _, item in result if item is not None] if result else [])
+        answers = comm.gather((entry, error))
+        failed: list[str] = comm.bcast([item for _, item in answers if item is not None] if answers else [])
         if failed and saving.attempt == self._attempts:
             on_root(comm, lambda: clean(self._folder), CheckpointError)
             raise CheckpointError(f"{failed[0]}" + (f" It was tried {self._attempts} times." if self._attempts > 1 else ""))
@@ -133,8 +133,8 @@ class Writer:
             saving.attempt += 1
         elif not saving.publishes:
             saving.publishes, saving.work = True, None
-            if result:
-                saving.task = partial(self._publish, saving, [item for item, _ in result])
+            if answers:
+                saving.task = partial(self._publish, saving, [item for item, _ in answers])
                 self._start(saving)
         else:
             self._saving = None
