@@ -35,6 +35,19 @@ CHANGED = {
     "phi3": {"intermediate_size": 36},  # gate and up are one layer, of which each part splits evenly
 }
 KINDS = ("llama", "qwen2", "mistral", "qwen3", "gemma2", "phi3")
+SHARED = {
+    2: [("oned", {"y": 2}, 3, 1), ("tesseract", {"d": 2}, 2, 1)],
+    3: [("oned", {"y": 3}, 2, 1)],
+    4: [
+        ("oned", {"y": 4}, 3, 2),
+        ("summa", {"x": 2, "y": 2}, 2, 1),
+        ("cuboid", {"y": 2, "z": 2}, 4, 1),
+        ("tesseract", {"d": 4}, 4, 2),
+    ],
+    6: [("cuboid", {"x": 2, "y": 3}, 6, 1), ("oned", {"y": 6}, 1, 2), ("oned", {"y": 6}, 1, 3)],
+    8: [("cuboid", {"x": 2, "y": 2, "z": 2}, 8, 1), ("cuboid", {"y": 4, "z": 2}, 4, 2), ("summa", {"x": 2, "y": 4}, 2, 1)],
+}
+"""Grids of so many rows, and heads of k and v of which there are fewer than of ranks that split them."""
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -58,6 +71,48 @@ def test_rows_of_heads_are_others_than_those_of_the_residual_stream(make_grid):
     """Attention counts its rows by the shape of what it is given."""
     check(scheme("cuboid", make_grid(x=2, z=2)), "gemma2", 4)
     check(scheme("cuboid", make_grid(y=4)), "qwen3", 4)
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_ranks_share_a_head_of_k_and_v(make_grid):
+    """Made by layers of their own, side by side with queries, or normed before they are heads; in a module of one's own, too."""
+    check(scheme("summa", make_grid(x=2, y=2)), "phi3", 2, num_key_value_heads=1)
+    check(scheme("oned", make_grid(y=4)), "olmo2", 3, num_key_value_heads=2)
+    grid = make_grid(y=4)
+    check(scheme("cuboid", grid), "llama", 4, num_key_value_heads=2)
+    torch.manual_seed(4)
+    model = parallelise(Grouped().double(), scheme("cuboid", grid), dict.fromkeys("qkv", "first") | {"out": "second"})
+    q, k, v, _ = model.adoption.layers
+    assert [item.whole is not None for item in (q, k, v)] == [False, True, True]
+    assert "in the product of q, heads gathered from 2 ranks" in k.now
+    x = torch.zeros(1, 5, 12, dtype=torch.float64)
+    with grid.ledger.watch() as moved:
+        k.layer(x)
+    with grid.ledger.watch() as unhooked:
+        k.layer.forward(x)
+    assert moved.words - unhooked.words == k.words(20) == 20 * 3
+
+
+class Grouped(nn.Module):
+    """Attention of 8 heads of 6 elements, of which four share one of k and v."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(*sizes) for sizes in ((12, 48), (12, 12), (12, 12), (48, 12)))
+
+    def forward(self, x):
+        q, k, v = (layer(x).unflatten(-1, (-1, 6)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.out(functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.wide
+@pytest.mark.mpi(sizes=tuple(SHARED))
+def test_so_they_do_in_every_kind_and_scheme(make_grid, world_size):
+    for name, axes, rows, kv_heads in SHARED[world_size]:
+        on_grid = scheme(name, make_grid(**axes))
+        for kind in (*KINDS, "olmo2", "olmo3", "gemma3_text", "glm"):
+            sizes = {"intermediate_size": 36} if kind in ("phi3", "glm") else {}
+            check(on_grid, kind, rows, num_key_value_heads=kv_heads, head_dim=12, **sizes)
 
 
 def test_what_else_is_done_with_the_stream_than_read_its_shape_is_refused():

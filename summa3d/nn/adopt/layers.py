@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...autograd.collectives import sum_gradient
+from ...autograd.collectives import all_gather, sum_gradient
 from ...errors import ConfigError
 from ...layout.layout import Layout
 from ..context import Context
@@ -20,6 +20,7 @@ from ..layers.loss import cross_entropy
 from ..layers.norm import LayerNorm, RMSNorm
 from ..parameter import ShardedModule, new_parameter
 from .norms import Norm
+from .sizes import SharedHeads
 
 
 class TokenTable(Embedding):
@@ -83,18 +84,56 @@ class VocabularyHead(Embedding):
         return f"{self.hidden} → {self.vocabulary}, {self.context.residual} → {self.logits_layout}, bias={self.bias is not None}"
 
 
+class WholeHeads:
+    """Makes heads of which ranks hold pieces whole, [.., d/g] → [.., d] on each of the g consecutive ranks that share one.
+
+    Words: (g−1)·d/g a row in an all-gather; backward reduce-scatters the gradients of the ranks' query heads, as many.
+
+    outputs : how many a layer makes whole, side by side
+    """
+
+    def __init__(self, scheme: Context, layout: Layout, heads: SharedHeads, outputs: int) -> None:
+        self.outputs = outputs
+        self.heads, self.run = heads, scheme.grid.contiguous_sub_axis(layout.dims[-1], heads.sharing)
+        self._row_shards = layout.num_shards(0, scheme.scheme.shape)
+
+    def words(self, rows: int) -> int:
+        """The words that a rank receives in the forward of so many rows (batch · sequence)."""
+        return self.outputs * rows // self._row_shards * (self.heads.size - self.heads.size // self.heads.sharing)
+
+    def __call__(self, pieces: Tensor) -> Tensor:
+        """This rank's head, of which `pieces` has a part of the last dim."""
+        sizes = [self.heads.size // self.run.size] * self.run.size
+        return all_gather(pieces, self.run, pieces.dim() - 1, sizes)
+
+    def follow(self, layer: nn.Module) -> None:
+        """Do so with all that a layer returns."""
+        layer.register_forward_hook(lambda module, given, out: self(out))
+
+
 class FusedParts(nn.Module):
-    """A linear layer whose output is several side by side, such as q, k and v: each is split by itself, all are one product."""
+    """A linear layer whose output is several side by side, such as q, k and v: each is split by itself, all are one product.
+
+    Attributes
+    ----------
+    whole : makes those of a rank's heads whole that it shares; None of none
+    """
 
     def __init__(self, k: int, widths: Sequence[int], scheme: Context, bias: bool, dtype: torch.dtype) -> None:
         super().__init__()
+        self.whole: WholeHeads | None = None
         self.parts = nn.ModuleList(Linear(k, n, scheme, bias=bias, dtype=dtype) for n in widths)
         linears: list[Any] = list(self.parts)
         self.joined = FusedLinear(*linears)
 
     def forward(self, x: Tensor) -> Tensor:
         """This rank's blocks of all parts, side by side."""
-        return torch.cat(self.joined(x), -1)
+        blocks = list(self.joined(x))
+        if self.whole is not None:
+            columns = self.whole.heads.heads * self.whole.heads.size
+            pairs = zip(blocks, self.joined.linears, strict=True)
+            blocks = [self.whole(block) if part.n == columns else block for block, part in pairs]
+        return torch.cat(blocks, -1)
 
     def extra_repr(self) -> str:
         parts: list[Any] = list(self.parts)

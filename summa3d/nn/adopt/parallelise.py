@@ -18,14 +18,15 @@ from ..context import Context
 from ..layers.fused_linear import FusedLinear, can_join
 from ..layers.linear import Linear
 from ..layers.siblings import SiblingLinear, Siblings
+from ..schemes.validate import Need
 from .kept import keep
-from .layers import FusedParts, PositionTable, TokenTable, VocabularyHead, loss_of, new_norm
+from .layers import FusedParts, PositionTable, TokenTable, VocabularyHead, WholeHeads, loss_of, new_norm
 from .model import adopt_class
 from .norms import recognise
 from .probe import compare, record
 from .report import AdoptedLayer, Adoption
 from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, plan_of, styles_of
-from .sizes import check_needs, check_scheme, of_batch, of_heads
+from .sizes import check_needs, check_scheme, of_batch, of_heads, shared_heads
 from .source import config_number
 from .stand_in import StandsIn
 from .trace import FLAT, HEADS, STREAM, Uses, is_norm, trace
@@ -33,6 +34,8 @@ from .trace import FLAT, HEADS, STREAM, Uses, is_norm, trace
 GlobalInputs = Mapping[str, Tensor] | tuple[Tensor, ...]
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_heads", "n_heads", "num_key_value_heads", "num_kv_heads")
 """Attributes of an attention module, and of its config, that become a rank's own."""
+QUERIES_OF_ONE = "num_key_value_groups"
+"""Attribute with the number of query heads to one of k and v."""
 OF_ROWS = ("attention_mask", "position_ids")
 """Global [b, s] inputs that attention alone reads: cut as its rows."""
 GLOBAL = ("input_ids", "labels", "shift_labels", "num_items_in_batch", "logits_to_keep")
@@ -175,10 +178,9 @@ class _Adopter:
                 f"the attention {name!r} is not known to read a rank's block alone. Set attn_implementation to one of "
                 f"{', '.join(ATTENTIONS)}."
             )
-        sizes = {
-            key: value for key in ("num_attention_heads", "num_key_value_heads") if (value := config_number(self.config, key))
-        }
-        check_needs(self.scheme, of_heads(self.scheme, sizes))
+        if heads := config_number(self.config, "num_attention_heads"):
+            kv_heads = config_number(self.config, "num_key_value_heads") or heads
+            check_needs(self.scheme, of_heads(self.scheme, heads, kv_heads, self._head_size() or 1))
 
     def traced_roles(self) -> dict[str, str]:
         """The layer under whose name a role's weight is found → the role; a tied head's is the table's."""
@@ -204,10 +206,28 @@ class _Adopter:
         for name, plane in self._kept(uses, made).items():
             owner, _, leaf = name.rpartition(".")
             keep(self.modules[owner], leaf, self.at(owner), plane)
-        joined = self._joined(uses, made)
+        joined, shared = self._joined(uses, made), self._share(uses, made)
         for name, layer in made.items():
-            self._put(name, layer, joined.get(name))
-        self._local_heads(made)
+            self._put(name, layer, joined.get(name), shared.get(name))
+        self._local_heads(made, shared)
+
+    def _share(self, uses: Uses, made: Mapping[str, nn.Module]) -> dict[str, WholeHeads]:
+        """Let layers whose heads ranks share return whole ones, and return what does so; LayoutError where not all are known."""
+        num_shards = self.scheme.columns(self.inner).size
+        shared: dict[str, WholeHeads] = {}
+        for name, heads in shared_heads(uses.heads, num_shards).items():
+            layer, new = made[name], partial(WholeHeads, self.scheme, self.inner, heads)
+            if isinstance(layer, FusedParts):
+                layer.whole = shared[name] = new(sum(part.n == heads.heads * heads.size for part in layer.joined.linears))
+            elif len(uses.heads[name]) == 1:
+                shared[name] = new(1)
+                shared[name].follow(layer)
+        count = config_number(self.config, "num_key_value_heads")
+        unknown = {_owner_of(name) for name in uses.heads} - {_owner_of(name) for name in shared}
+        if count and count % num_shards and (unknown or not shared):
+            why = f"{min(unknown, default='Attention')} cuts k and v in a way that is not known, so that ranks do not share one."
+            check_needs(self.scheme, [Need("num_key_value_heads", count, self.inner.dims[-1], why)])
+        return shared
 
     def _joined(self, uses: Uses, made: Mapping[str, nn.Module]) -> dict[str, tuple[str, FusedLinear]]:
         """Name of each layer that makes a product with others → what is said of it, and the product.
@@ -229,15 +249,16 @@ class _Adopter:
                     joined[group[0]] = f", one product with {' and '.join(rest)}", product
         return joined
 
-    def _put(self, name: str, layer: nn.Module, joined: tuple[str, FusedLinear] | None) -> None:
+    def _put(self, name: str, layer: nn.Module, joined: tuple[str, FusedLinear] | None, whole: WholeHeads | None) -> None:
         owner, _, leaf = name.rpartition(".")
         was = self.modules[name]
         layer.train(was.training)
         setattr(self.modules[owner], leaf, layer)
         kind = Linear if isinstance(layer, Linear) else type(layer)
         said, together = joined or ("", None)
+        said += f", heads gathered from {whole.heads.sharing} ranks" if whole else ""
         now = f"{kind.__name__}({layer.extra_repr()}){said}"
-        self.report.layers.append(AdoptedLayer(name, type(was).__name__, now, layer, together))
+        self.report.layers.append(AdoptedLayer(name, type(was).__name__, now, layer, together, whole))
 
     def _linear(self, name: str, style: str) -> nn.Module:
         old: Any = self.modules[name]
@@ -336,11 +357,12 @@ class _Adopter:
             self.report.layers.append(AdoptedLayer(name, str(list(p.shape)), f"a copy on all ranks{summed}"))
         return kept
 
-    def _local_heads(self, made: Mapping[str, nn.Module]) -> None:
+    def _local_heads(self, made: Mapping[str, nn.Module], shared: Mapping[str, WholeHeads]) -> None:
         """Let the modules that hold a first linear layer count a rank's own heads, and these heads' rows."""
         num_shards = self.scheme.columns(self.inner).size
         rows = StandsIn(*_row_shards(self.scheme))
         owners: dict[str, list[nn.Module]] = {}
+        one_of = {_owner_of(name): whole.heads.heads for name, whole in shared.items()}
         for name, style in self.styles.items():
             if STYLES[style] == FIRST:
                 owners.setdefault(name.rpartition(".")[0], []).append(made[name])
@@ -359,6 +381,15 @@ class _Adopter:
                     count = vars(item).get(key)
                     if isinstance(count, int) and count % num_shards == 0:
                         setattr(item, key, count // num_shards)
+                    elif isinstance(count, int) and count == one_of.get(name):
+                        setattr(item, key, 1)
+                if isinstance(queries := vars(item).get(QUERIES_OF_ONE), int) and name in one_of:
+                    setattr(item, QUERIES_OF_ONE, queries * one_of[name] // num_shards)
+
+
+def _owner_of(name: str) -> str:
+    """The module that holds a layer."""
+    return name.rpartition(".")[0]
 
 
 def _row_shards(scheme: Context) -> tuple[int, int]:

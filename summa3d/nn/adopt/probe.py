@@ -31,9 +31,12 @@ class Recorded(NamedTuple):
 
 @contextmanager
 def _outputs(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Outputs]:
+    """What the layers themselves return, before a hook of theirs makes more of it."""
     result: Outputs = []
     hooks = [
-        module.get_submodule(name).register_forward_hook(lambda _, given, out, name=name: result.append((name, out.detach())))
+        module.get_submodule(name).register_forward_hook(
+            lambda _, given, out, name=name: result.append((name, out.detach())), prepend=True
+        )
         for name in names
     ]
     try:

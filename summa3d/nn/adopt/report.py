@@ -11,7 +11,7 @@ from ...gemm.algorithms.plan import ProductPlan
 from ...gemm.cost.volume import of_plan
 from ..layers.fused_linear import FusedLinear
 from ..layers.linear import Linear
-from .layers import FusedParts, VocabularyHead
+from .layers import FusedParts, VocabularyHead, WholeHeads
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class AdoptedLayer:
     """A row: the name of a module or parameter; what it was; what it is, with its layouts; the layer, if it is one.
 
     together : the product that it makes with others of the same input, whose words are the first one's
+    whole : makes heads of it whole that ranks share
     """
 
     name: str
@@ -26,13 +27,18 @@ class AdoptedLayer:
     now: str
     layer: nn.Module | None = None
     together: FusedLinear | None = None
+    whole: WholeHeads | None = None
 
     def words(self, rows: int) -> int:
-        """The words that the fullest rank receives in its forward product of so many rows (batch · sequence); 0 of others."""
+        """The words that the fullest rank receives in its forward product of so many rows (batch · sequence); 0 of others.
+
+        Those of heads that it makes whole are added.
+        """
+        gathered = 0 if self.whole is None else self.whole.words(rows)
         if self.together is not None and self.together.linears[0] is not self.layer:
-            return 0
+            return gathered
         plan = _plan(self.together or self.layer, rows)
-        return 0 if plan is None else of_plan(plan[0], plan[1]).max_words
+        return gathered + (0 if plan is None else of_plan(plan[0], plan[1]).max_words)
 
 
 @dataclass

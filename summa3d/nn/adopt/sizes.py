@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
 from math import prod
+from typing import NamedTuple
 
 from ...columns import counted
 from ...comm.topology import describe
@@ -32,21 +35,72 @@ def check_needs(scheme: Context, wanted: Sequence[Need]) -> None:
     if need is None:
         return
     ranks = prod(shape.values())
+    larger = next(value for value in count(need.size + 1) if replace(need, size=value).met(shape))
+    smaller = next((value for value in range(need.size, 0, -1) if replace(need, size=value).met(shape)), None)
     grids = [describe(grid) for grid in scheme.scheme.spec.grids(ranks) if all(item.met(grid) for item in wanted)]
-    step, sizes = need.num_shards(shape), ", ".join(dict.fromkeys(f"{item.dim} {item.size}" for item in wanted))
-    below = need.size - need.size % step
+    sizes = ", ".join(dict.fromkeys(f"{item.dim} {item.size}" for item in wanted))
+    axes = f"{'·'.join(need.axes)} = {need.num_shards(shape)}"
     raise LayoutError(
-        f"{need.dim} {need.size} cannot be split over {'·'.join(need.axes)} = {step} (grid {describe(shape)}).\n  {need.why}\n"
-        f"  Values that fit: {', '.join(str(value) for value in (below, below + step) if value)}.\n"
+        f"{need.dim} {need.size} cannot be split over {axes} (grid {describe(shape)}).\n  {need.why}\n"
+        f"  Values that fit: {', '.join(str(value) for value in (smaller, larger) if value)}.\n"
         f"  Grids of {counted(ranks, 'rank')} that fit {sizes}: {' · '.join(grids[:6]) or 'none in this scheme'}."
     )
 
 
-def of_heads(scheme: Context, sizes: Mapping[str, int]) -> list[Need]:
-    """That each rank holds whole heads: sizes, such as {"num_attention_heads": 8}."""
+class SharedHeads(NamedTuple):
+    """Heads of `size` elements, of each of which `sharing` consecutive ranks hold an equal piece."""
+
+    heads: int
+    size: int
+    sharing: int
+
+
+def sharing_of(heads: int, size: int, num_shards: int) -> int:
+    """How many ranks hold one of these heads together; 1 where each has whole ones, 0 where they would have unlike parts."""
+    if heads % num_shards == 0:
+        return 1
+    sharing = num_shards // heads
+    return sharing if num_shards % heads == 0 and size % sharing == 0 else 0
+
+
+@dataclass(frozen=True)
+class KvHeads(Need):
+    """Heads of k and v, of `head_size` elements: whole ones on each rank, or equal pieces of one."""
+
+    head_size: int
+
+    def met(self, shape: Mapping[str, int]) -> bool:
+        """Return whether a grid of `shape` splits them so."""
+        return sharing_of(self.size, self.head_size, self.num_shards(shape)) > 0
+
+
+def of_heads(scheme: Context, heads: int, kv_heads: int, head_size: int) -> list[Need]:
+    """That each rank gets whole heads."""
     axes = scheme.scheme.after_linear(scheme.residual).dims[-1]
-    why = "Attention runs the model's own code on a rank's whole heads."
-    return [Need(name, size, axes, why) for name, size in sizes.items()] if axes else []
+    why = "Attention runs the model's own code on whole heads; ranks share one of k and v where each has an equal piece."
+    wanted = [Need("num_attention_heads", heads, axes, why), KvHeads("num_key_value_heads", kv_heads, axes, why, head_size)]
+    return wanted if axes else []
+
+
+def shared_heads(cuts: Mapping[str, Collection[tuple[int, int]]], num_shards: int) -> dict[str, SharedHeads]:
+    """Name of a module → those heads in its output that ranks share.
+
+    They are k's and v's: fewer than shards, and a layer beside it, or itself, makes more of the same size, the queries', of which
+    each rank has whole ones.
+
+    cuts : module's name → how many heads its output is reshaped into, and of how many elements
+    """
+    beside: dict[str, set[tuple[int, int]]] = {}
+    for name, own in cuts.items():
+        beside.setdefault(name.rpartition(".")[0], set()).update(own)
+    result: dict[str, SharedHeads] = {}
+    for name, own in cuts.items():
+        queries, of_queries = max(beside[name.rpartition(".")[0]])
+        for heads, size in own:
+            sharing = sharing_of(heads, size, num_shards)
+            if sharing > 1 and size == of_queries and queries % num_shards == 0:
+                result[name] = SharedHeads(heads, size, sharing)
+    return result
 
 
 def of_batch(scheme: Context, rows: int) -> list[Need]:

@@ -61,6 +61,8 @@ class Uses:
     norms : module's name → the place and the last dim of what it normalised
     tables : module's name → whether it embeds the ids (else positions)
     siblings : modules' names, each with the first linear layers that it calls once each, on the same tensor
+    heads : name of a first linear layer, or of a norm of all its columns → the heads that its output is reshaped into: how many,
+        and of how many elements; several where it is more than one of q, k and v
     result : the place of the one tensor that the module returns, or of its logits
     """
 
@@ -68,6 +70,7 @@ class Uses:
     norms: dict[str, tuple[str, int]] = field(default_factory=dict)
     tables: dict[str, bool] = field(default_factory=dict)
     siblings: list[tuple[str, tuple[str, ...]]] = field(default_factory=list)
+    heads: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     result: str | None = None
 
 
@@ -95,22 +98,32 @@ class _Trace(TorchFunctionMode):
         if not outs or not tensors:
             return out
         place: str | None
+        layer = frozenset[str]()
         used = [self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names]
         if func is functional.linear and used:
-            place, used = self._linear(args, kwargs, used[0]), []
+            place, layer, used = self._linear(args, kwargs, used[0]), frozenset({used[0].rpartition(".")[0]}), []
         elif func is functional.embedding and used:
             place, used = self._embedding(args, kwargs, used[0], outs[0]), []
         else:
             place = self._joined(tensors, name)
             if not any(entry.is_norm for entry in self.inside):
                 self._check(name, place, args, kwargs, tensors)
+        makers = frozenset[str]().union(*(getattr(tensor, "_by", ()) for tensor in tensors)) or layer
+        self._note_heads(tensors[0], outs[0], place, makers)
         derived = frozenset(used).union(*(getattr(tensor, "_of", ()) for tensor in tensors))
         if place in SPLIT:
             for item in derived:
                 self.uses.places.setdefault(item, set()).add(place)
         for item in outs:
             item._place, item._of = place, frozenset() if place in SPLIT else derived
+            item._by = makers if place == FLAT else frozenset()
         return out
+
+    def _note_heads(self, x: Tensor, out: Tensor, place: str | None, makers: frozenset[str]) -> None:
+        """Note the heads into which the last dim of one module's output is cut."""
+        is_cut = getattr(x, "_place", None) == FLAT and place == HEADS and out.dim() == x.dim() + 1
+        if is_cut and out.shape[:-2] == x.shape[:-1] and len(makers) == 1:
+            self.uses.heads.setdefault(*makers, set()).add((out.shape[-2], out.shape[-1]))
 
     def _joined(self, tensors: list[Tensor], name: str) -> str | None:
         """The place of what is computed of these tensors."""
@@ -208,7 +221,8 @@ def trace(module: nn.Module, roles: Mapping[str, str], inputs: Mapping[str, Tens
             tracer.uses.norms[modules[id(called)]] = given[0]._place, given[0].shape[-1]
 
     def leave(called: nn.Module, given: Any, out: Any) -> None:
-        tracer.inside.pop()
+        if tracer.inside.pop().is_norm and getattr(out, "_place", None) == FLAT:
+            out._by = frozenset({modules[id(called)]})
 
     args = inputs if isinstance(inputs, tuple) else ()
     kwargs = {} if isinstance(inputs, tuple) else dict(inputs)
