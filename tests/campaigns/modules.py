@@ -62,6 +62,26 @@ class Block(nn.Module):
         return self.down(net.within(self.up(net.around(self.norm(x))).tanh()))
 
 
+class Attending(Block):
+    """A block whose first layer makes queries of heads of `size`, of which several share one of `groups` of k and v."""
+
+    size: int
+    groups: int
+    kind: str
+
+    def forward(self, x: Tensor, net: Net) -> Tensor:
+        x = net.around(self.norm(x))
+        q, k, v = (layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2) for layer in (self.up, self.k, self.v))
+        if self.kind == "by turns":
+            k, v = (part.repeat(1, q.shape[1] // part.shape[1], 1, 1) for part in (k, v))
+        if self.kind == "summed":
+            k = k + k.sum(1, keepdim=True)
+        if self.kind == "by its count":
+            k, v = (part.repeat_interleave(net.sizes["f"] // (self.groups * self.size), 1) for part in (k, v))
+        out = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.down(net.within(out.transpose(1, 2).flatten(2)))
+
+
 class Net(nn.Module):
     """Blocks on a stream of embedded ids or of rows, in the order of `order`; with a head, where it embeds."""
 
@@ -257,6 +277,15 @@ def _of_all(net: Net, chance: random.Random, read: Callable[[Block], Tensor]) ->
     net.on_stream.append(lambda net, x: x + read(net.blocks[0]))
 
 
+def _grouped(net: Net, plan: dict[str, str], chance: random.Random, kind: str) -> None:
+    h, f, groups = net.sizes["h"], net.sizes["f"], chance.choice([1, 2])
+    size = 4 if f % 8 == 0 else 2
+    for block in net.blocks:
+        block.__class__, block.size, block.groups, block.kind = Attending, size, groups, kind
+        block.k, block.v = (nn.Linear(h, groups * size, bias=net.sizes["bias"]).double() for _ in "kv")
+    plan.update({"k": "first", "v": "first"})
+
+
 def _twice(block: Block) -> None:
     block.up.forward = lambda x: 2 * functional.linear(x, block.up.weight, block.up.bias)  # type: ignore[method-assign]
 
@@ -292,6 +321,10 @@ HABITS: dict[str, Habit] = {
     "a linear layer left out": lambda net, plan, _: plan.pop("down"),
     "an up left out": lambda net, plan, _: plan.pop("up"),
     "no plan at all": lambda net, plan, _: plan.clear(),
+    **{
+        f"grouped attention{kind and ', ' + kind}": lambda net, plan, chance, kind=kind: _grouped(net, plan, chance, kind)
+        for kind in ("", "by turns", "summed", "by its count")
+    },
     "a norm with a word": lambda net, plan, _: plan.update({"norm": "first"}),
     "all modules with a word": lambda net, plan, _: plan.update({"*": "first"}),
     "blocks with a word": lambda net, plan, _: plan.update({"blocks.*": "first"}),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...comm.grid import BaseGrid, agree_on_call
-from ...errors import AgreementError, ConfigError, Summa3dError
+from ...errors import AgreementError, ConfigError, ShapeError, Summa3dError
 from ...layout.layout import Layout
 from ..context import Context
 from .model import stored_part
@@ -63,11 +63,13 @@ def _run_together(module: nn.Module, inputs: Any, grid: BaseGrid, outputs: Outpu
         return _run(module, inputs)
     except AgreementError as error:
         raise ConfigError(f"the probe: some ranks go on where others do not, as their blocks differ. {error}") from error
-    except Summa3dError:
-        raise
-    except Exception as error:  # of the module's own code
+    except Exception as error:  # of the module's own code, or of a layer that it gives a block of another size
+        if isinstance(error, Summa3dError) and not isinstance(error, ShapeError):
+            raise
         behind = f" behind {outputs[-1][0]}" if outputs else ""
         said = f"the probe ends on a rank's block{behind}, where code reads a size or a weight by itself: {error}"
+        if isinstance(error, ShapeError):  # a product's, which has been compared
+            raise ConfigError(said) from error
         try:
             agree_on_call(grid, "the probe", {}, problem=type(error).__name__)
         except AgreementError as others:
