@@ -76,32 +76,53 @@ def test_rows_of_heads_are_others_than_those_of_the_residual_stream(make_grid):
 @pytest.mark.mpi(sizes=(4,))
 def test_ranks_share_a_head_of_k_and_v(make_grid):
     """Made by layers of their own, side by side with queries, or normed before they are heads; in a module of one's own, too."""
-    check(scheme("summa", make_grid(x=2, y=2)), "phi3", 2, num_key_value_heads=1)
+    check(scheme("cuboid", make_grid(y=4)), "llama", 4, num_key_value_heads=2)
     check(scheme("oned", make_grid(y=4)), "olmo2", 3, num_key_value_heads=2)
     grid = make_grid(y=4)
-    check(scheme("cuboid", grid), "llama", 4, num_key_value_heads=2)
+    phi = check(scheme("oned", grid), "phi3", 2, num_key_value_heads=2)
+    qkv = next(item for item in phi.adoption.layers if "qkv" in item.name)
+    with grid.ledger.watch() as moved:
+        qkv.layer(torch.zeros(2, 11, 60, dtype=torch.float64))
+    assert moved.words == qkv.words(22) == 22 * 2 * 5
     torch.manual_seed(4)
-    model = parallelise(Grouped().double(), scheme("cuboid", grid), dict.fromkeys("qkv", "first") | {"out": "second"})
+    assert not any(item.whole for item in parallelise(Halved().double(), scheme("oned", grid), HALVED).adoption.layers)
+    grid = make_grid(x=2, y=2)
+    model = parallelise(Grouped().double(), scheme("summa", grid), dict.fromkeys("qkv", "first") | {"out": "second"})
     q, k, v, _ = model.adoption.layers
     assert [item.whole is not None for item in (q, k, v)] == [False, True, True]
     assert "in the product of q, heads gathered from 2 ranks" in k.now
-    x = torch.zeros(1, 5, 12, dtype=torch.float64)
+    x = torch.zeros(2, 5, 6, dtype=torch.float64)
     with grid.ledger.watch() as moved:
         k.layer(x)
     with grid.ledger.watch() as unhooked:
         k.layer.forward(x)
-    assert moved.words - unhooked.words == k.words(20) == 20 * 3
+    assert moved.words - unhooked.words == k.words(20) == 20 // 2 * 3
 
 
-class Grouped(nn.Module):
-    """Attention of 8 heads of 6 elements, of which four share one of k and v."""
+HALVED = {"up": "first", "down": "second"}
+
+
+class Halved(nn.Module):
+    """Two halves of what is between two linear layers, which are no heads."""
 
     def __init__(self):
         super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(*sizes) for sizes in ((12, 48), (12, 12), (12, 12), (48, 12)))
+        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
 
     def forward(self, x):
-        q, k, v = (layer(x).unflatten(-1, (-1, 6)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        return self.down(self.up(x).unflatten(-1, (2, -1)).tanh().flatten(-2))
+
+
+class Grouped(nn.Module):
+    """Attention of 8 heads of 6 elements, which share one of k and one of v, of 4 elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(*sizes) for sizes in ((12, 48), (12, 6), (12, 4), (32, 12)))
+
+    def forward(self, x):
+        heads = ((self.q, 6), (self.k, 6), (self.v, 4))
+        q, k, v = (layer(x).unflatten(-1, (-1, size)).transpose(1, 2) for layer, size in heads)
         return self.out(functional.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
@@ -182,6 +203,7 @@ def check(on_grid, kind, rows, inputs=None, **sizes):
     assert abs(found.loss - loss) <= 1e-10 * loss
     for name, error in adopted.differences(model, gradients).items():
         assert error <= 1e-9, (name, error)
+    return model
 
 
 def refused(error, words, module, on_grid=None, **options):
@@ -240,6 +262,12 @@ def test_sizes_and_schemes_that_do_not_fit_are_refused_on_every_rank(make_grid):
         LayoutError,
         "(?s)num_key_value_heads 3 .*x=4,y=1,z=1",
         adopted.small("llama", num_key_value_heads=3),
+        scheme("cuboid", make_grid(y=4)),
+    )
+    refused(
+        LayoutError,
+        r"(?s)num_key_value_heads 1 .*that fit: 2\..* x=2,y=2,z=1 · x=4,y=1,z=1",
+        adopted.small("llama", num_key_value_heads=1),
         scheme("cuboid", make_grid(y=4)),
     )
     refused(

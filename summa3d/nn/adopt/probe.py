@@ -31,7 +31,7 @@ class Recorded(NamedTuple):
 
 @contextmanager
 def _outputs(module: nn.Module, names: Mapping[str, Any]) -> Iterator[Outputs]:
-    """What the layers themselves return, before a hook of theirs makes more of it."""
+    """Outputs of the layers themselves, before a hook of theirs makes more of them."""
     result: Outputs = []
     hooks = [
         module.get_submodule(name).register_forward_hook(

@@ -56,7 +56,7 @@ class SharedHeads(NamedTuple):
 
 
 def sharing_of(heads: int, size: int, num_shards: int) -> int:
-    """How many ranks hold one of these heads together; 1 where each has whole ones, 0 where they would have unlike parts."""
+    """Number of ranks that hold a head together: 1 where each has whole ones, 0 where they would have unlike parts."""
     if heads % num_shards == 0:
         return 1
     sharing = num_shards // heads
@@ -85,20 +85,19 @@ def of_heads(scheme: Context, heads: int, kv_heads: int, head_size: int) -> list
 def shared_heads(cuts: Mapping[str, Collection[tuple[int, int]]], num_shards: int) -> dict[str, SharedHeads]:
     """Name of a module → those heads in its output that ranks share.
 
-    They are k's and v's: fewer than shards, and a layer beside it, or itself, makes more of the same size, the queries', of which
-    each rank has whole ones.
+    They are k's and v's: fewer than shards, and a layer beside it, or itself, makes more, the queries', whole on each rank.
 
     cuts : module's name → how many heads its output is reshaped into, and of how many elements
     """
-    beside: dict[str, set[tuple[int, int]]] = {}
+    queries: dict[str, int] = {}
     for name, own in cuts.items():
-        beside.setdefault(name.rpartition(".")[0], set()).update(own)
+        owner = name.rpartition(".")[0]
+        queries[owner] = max(queries.get(owner, 0), *(heads for heads, _ in own))
     result: dict[str, SharedHeads] = {}
     for name, own in cuts.items():
-        queries, of_queries = max(beside[name.rpartition(".")[0]])
         for heads, size in own:
             sharing = sharing_of(heads, size, num_shards)
-            if sharing > 1 and size == of_queries and queries % num_shards == 0:
+            if sharing > 1 and heads < queries[name.rpartition(".")[0]]:
                 result[name] = SharedHeads(heads, size, sharing)
     return result
 

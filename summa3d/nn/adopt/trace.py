@@ -123,7 +123,7 @@ class _Trace(TorchFunctionMode):
         """Note the heads into which the last dim of one module's output is cut."""
         is_cut = getattr(x, "_place", None) == FLAT and place == HEADS and out.dim() == x.dim() + 1
         if is_cut and out.shape[:-2] == x.shape[:-1] and len(makers) == 1:
-            self.uses.heads.setdefault(*makers, set()).add((out.shape[-2], out.shape[-1]))
+            self.uses.heads.setdefault(next(iter(makers)), set()).add((out.shape[-2], out.shape[-1]))
 
     def _joined(self, tensors: list[Tensor], name: str) -> str | None:
         """The place of what is computed of these tensors."""
