@@ -364,7 +364,7 @@ class Rank:
         """Traces to make of each stage; makes the cells of all blocks known."""
         setting, cells, result = self.setting, [""] * len(self.model.blocks), []
         stretch = setting.recompute[1] if setting.recompute[0] == "full" else 1
-        ends = 1 + setting.overlap.gather // 4  # blocks at either end that gather ahead of what others do
+        ends = 1 + setting.overlap.ahead // 4  # blocks at either end that gather ahead of what others do
         number = 0
         whole = self._sums_in_backward or self.setting.load is not None  # which belong to no cell, or layers are not alike
         for stage in self.pipeline.executor.stages:
@@ -442,7 +442,7 @@ class Rank:
         `between`, where nothing is prefetched, forwards alone, and none of a model whose layers keep no rotary tables.
         """
         first = [step for step in program if step.op.micro == 0]
-        if not between or self.setting.overlap.gather:
+        if not between or self.setting.overlap.ahead:
             return first
         return [step for step in first if step.op.kind == "F" and "rotary_base" in self.setting.model.architecture.options]
 

@@ -327,6 +327,6 @@ def scheme(
     layouts = Scheme.of(name, grid.shape, vectors)
     grid.add_axes(*spec.axes)
     inner, state = grid.part(*layouts.shape), PassState()
-    prefetcher = Prefetcher(overlap.gather, state) if overlap.gather else None
+    prefetcher = Prefetcher(overlap.ahead, state) if overlap.ahead else None
     split = ContextSplit(grid.shape.get("cp", 1), grid.whole.coordinates.get("cp", 0), contexts)
     return Context(layouts, inner, regather, overlap, state, Workspace(inner), prefetcher, contexts=split)

@@ -22,23 +22,25 @@ class Overlap:
     ----------
     gather : how many weights are prefetched: all-gathered ahead of the layers that use them, in forward, backward and
         recomputation. Each needs memory for one more gathered weight; in a node's shared memory a prefetched weight is copied
-        instead of read in place. 0: no prefetch. Models prefetch in their forward; a module of your own does after
-        ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has returned.
+        instead of read in place. 0: no prefetch; "auto": one in a training run on devices, else none. Models prefetch in their
+        forward; a module of your own does after ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has
+        returned.
     input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
     pieces : in how many pieces what a product gathers or broadcasts, and sums, travels between nodes behind its arithmetic,
         forward and backward: the same words, pieces times the messages. In a node's memory nothing is cut. "auto" takes as many
         as make each product shortest by the description of an assumed server, in float32: the same number on all ranks.
 
-    `gather` applies to the weights that move along x: those of `cuboid` and `cuboid-sequence` with X > 1; backward gathers none
-    without `regather`. `input_gradient` applies to `cuboid`, `cuboid-sequence`, `oned-sp` and `oned`; `pieces` to all schemes but
-    `agarwal`. None applies to one rank. `summa`, `summa-transposed`, `tesseract` and `agarwal` sum as they go. The defaults suit
-    ranks that outnumber the cores, where a waiting rank yields its core to another (`bench/overlap.py`).
+    `gather` applies to the weights that move along x, those of `cuboid` and `cuboid-sequence` with X > 1, and to those that
+    replicas share; backward gathers none of the former without `regather`. `input_gradient` applies to `cuboid`,
+    `cuboid-sequence`, `oned-sp` and `oned`; `pieces` to all schemes but `agarwal`. None applies to one rank. `summa`,
+    `summa-transposed`, `tesseract` and `agarwal` sum as they go. On hosts the defaults suit ranks that outnumber the cores, where
+    a waiting rank yields its core to another (`bench/overlap.py`).
     """
 
     REMOVED: ClassVar = {"weight_gradient": "every layer waits for the sum of its weight's gradient. Leave the key out."}
     """Former keys, with the message for a configuration that still has one."""
 
-    gather: int = 0
+    gather: int | str = AUTO
     input_gradient: bool = True
     pieces: int | str = 1
 
@@ -47,8 +49,15 @@ class Overlap:
             raise ConfigError(
                 f"overlap.pieces is {self.pieces!r}; it is {AUTO!r}, or into how many pieces messages are cut: 1, 2, …"
             )
-        if self.gather < 0:
-            raise ConfigError(f"overlap.gather is {self.gather}; it counts prefetched weights: 0 for none, 1 for one layer, …")
+        if self.gather != AUTO and (isinstance(self.gather, str) or self.gather < 0):
+            raise ConfigError(
+                f"overlap.gather is {self.gather!r}; it is {AUTO!r}, or counts prefetched weights: 0 for none, 1 for one layer, …"
+            )
+
+    @property
+    def ahead(self) -> int:
+        """How many weights are prefetched: none by "auto" of a context, which knows of no device."""
+        return 0 if isinstance(self.gather, str) else self.gather
 
 
 DEFAULT = Overlap()

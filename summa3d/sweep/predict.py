@@ -54,7 +54,7 @@ def block_of(point: Point) -> tuple[BlockEntry, Case]:
 
     config = point.settings
     case = Case(config.model, config.train.batch, config.dtype, config.device or "cpu")
-    return BlockEntry(config.scheme, config.grid.axes, config.regather, config.overlap), case
+    return BlockEntry(config.scheme, config.grid.axes, config.regather, config.overlap_on(case.device == "cuda")), case
 
 
 def words(point: Point) -> int | None:

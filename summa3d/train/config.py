@@ -21,7 +21,7 @@ from ..nn.adopt.source import CONFIG, dtype_of, model_table
 from ..nn.config import LARGEST_SIZE, MOST_LAYERS, ModelConfig, named_models
 from ..nn.context_parallel.options import ContextOptions
 from ..nn.context_parallel.split import ContextSplit
-from ..nn.overlap import Overlap
+from ..nn.overlap import AUTO, Overlap
 from ..nn.schemes.registry import SCHEME_SPECS
 from ..node_support import MOST_SECONDS
 from ..parallel.schedule import rule_of, split_layers
@@ -558,6 +558,13 @@ class Config:
     def rows(self) -> int:
         """Rows of one forward and backward pass of one replica: batch / (accumulate · dp · ep)."""
         return self.train.micro_batch // self.grid.replicas
+
+    def overlap_on(self, on_device: bool) -> Overlap:
+        """The overlap, where "auto" is decided: weights are gathered ahead on devices, if any axis or replicas share them."""
+        if self.overlap.gather != AUTO:
+            return self.overlap
+        moves = self.replicas.zero == 3 or self.grid.axes.get("x", 1) > 1
+        return replace(self.overlap, gather=int(on_device and moves))
 
     @property
     def prompts(self) -> tuple[str, ...]:

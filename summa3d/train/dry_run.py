@@ -301,7 +301,7 @@ def setting_of(config: Config, rank: int = 0, ranks_per_node: int = 1, on_device
         grid.tile,
         config.regather,
         config.vectors,
-        config.overlap,
+        config.overlap_on(on_device),
         master_dtype(config.dtype),
         (config.recompute, config.recompute_layers, config.distribute_saved_activations),
         config.train.accumulate,

@@ -235,7 +235,8 @@ def open_grid(config: Config, comm: MPI.Intracomm, device: torch.device = HOST) 
     order, tile = config.grid.rank_order, config.grid.tile
     shared = None if device.type == "cpu" else False
     grid = Grid(comm, config.grid.axes, order, tile, config.grid.check, shared, transport=config.transport)
-    context = scheme(config.scheme, grid, config.regather, config.vectors, config.overlap, config.context)
+    overlap = config.overlap_on(device.type != "cpu")
+    context = scheme(config.scheme, grid, config.regather, config.vectors, overlap, config.context)
     if config.grid.pp > 1:
         how = config.pipeline
         stages = stages_of(how.schedule, config.grid.pp, how.chunks, config.model.layers, how.counts)

@@ -146,7 +146,7 @@ def test_a_run_overlaps_as_its_configuration_says(comm: Any, shared_tmp_path: Pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(loop, "finish", lambda run, *rest: (plans.append(run.model.context), finish(run, *rest))[1])
             summaries.append(train_small(comm, folder, grid__x=2, train__steps=3, train__keep=0, **changes))
-    assert [plan.overlap for plan in plans] == [Overlap(), Overlap(2, False)]
+    assert [plan.overlap for plan in plans] == [Overlap(0), Overlap(2, False)]
     assert summaries[0]["loss"] == summaries[1]["loss"] and summaries[0]["words_per_rank"] == summaries[1]["words_per_rank"]
     settings = small_config("stdlib", grid__x=2, **overlap)
     assert predict(settings)["bytes"]["in_flight"] > 0

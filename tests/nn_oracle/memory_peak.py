@@ -102,7 +102,7 @@ def _in_flight(moments: Sequence[_Moment], overlap: Overlap, slots: int, forward
     flying, done, summed = [], 0, False
     for moment in moments:
         done += moment.gathers > 0
-        known = _known([moments[after] for after in gathering[done : done + overlap.gather]] if forward or done else [])
+        known = _known([moments[after] for after in gathering[done : done + overlap.ahead]] if forward or done else [])
         sums = moment.gathers > 0 and not (forward or moment.again)
         ahead = _outside(known, slots - summed)
         if slots and sums:  # a summand takes a slot, when the layer's own gathered weight is gone

@@ -120,7 +120,7 @@ def _gathered(
     of_b = moved(plan.b_layout, plan.x, plan.b_shape, plan.b_fine, b)
     of_c = moved(plan.c_layout, plan.z, plan.c_shape, plan.c_fine, c)
     overlap = context.overlap
-    ahead = overlap.gather > 0 and of_b.size > 1  # then B is copied out of a node's memory
+    ahead = overlap.ahead > 0 and of_b.size > 1  # then B is copied out of a node's memory
     forward = max(
         a + of_a.gathering(keep),
         a + of_a.gathered(keep) + of_b.gathered(keep or ahead) + of_c.summand,

@@ -129,7 +129,7 @@ def test_a_value_of_another_type_is_refused_with_key_value_and_type(assignment: 
         (["train.clip=inf"], ["train.clip is inf", "finite"]),
         (["train.epsilon=nan"], ["train.epsilon = nan", "positive and finite"]),
         (["grid.d=0"], ["grid.d is 0"]),
-        (["overlap.gather=-1"], ["overlap.gather is -1", "0 for none"]),
+        (["overlap.gather=-1"], ["overlap.gather is -1", "'auto'", "0 for none"]),
     ],
 )
 def test_a_value_that_no_run_can_have_is_refused(assignments: list[str], words: list[str]) -> None:

@@ -22,7 +22,7 @@ from summa3d.nn.context_parallel import parts
 from summa3d.train import config
 from summa3d.train.dry_run import TERMS, predict, setting_of, training_of
 from summa3d.train.loop import take_step
-from summa3d.train.prepare import Run, prepare
+from summa3d.train.prepare import Run, open_grid, prepare
 
 INTERLEAVED = ["pipeline.schedule=interleaved", "pipeline.chunks=2"]
 LLAMA = ["model.family=llama", "model.kv_heads=2"]
@@ -266,3 +266,17 @@ def test_the_copy_of_a_checkpoint_is_held_where_one_is_written_while_steps_go_on
 def test_what_the_run_would_refuse_is_refused(assignments: list[str], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         predicted(*assignments)
+
+
+def test_weights_are_gathered_ahead_on_devices_where_any_are_gathered() -> None:
+    def ahead(on_device: bool, *settings: str) -> int:
+        return setting_of(config.load("demo", ["scheme=cuboid", *settings]), on_device=on_device).overlap.ahead
+
+    assert [ahead(on_device, "grid.x=2") for on_device in (False, True)] == [0, 1]
+    assert [ahead(True, "grid.z=2"), ahead(True, "grid.dp=2", "replicas.zero=3")] == [0, 1]
+    assert [ahead(True, "grid.x=2", f"overlap.gather={count}") for count in (0, 3)] == [0, 3]
+    shared = config.load("demo", ["grid.x=1", "replicas.zero=3"])
+    for device, prefetches in (("cpu", False), ("cuda", True)):
+        grid, context = open_grid(shared, MPI.COMM_SELF, torch.device(device))
+        assert (context.prefetcher is not None) == prefetches
+        grid.free()
