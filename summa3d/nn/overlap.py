@@ -56,7 +56,7 @@ class Overlap:
 
     @property
     def ahead(self) -> int:
-        """How many weights are prefetched: none by "auto" of a context, which knows of no device."""
+        """Number of weights that are prefetched: none by "auto" of a context, which knows of no device."""
         return 0 if isinstance(self.gather, str) else self.gather
 
 
