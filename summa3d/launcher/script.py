@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 
+from ..comm.health import flight_files
 from ..comm.health.processes import launched_as
 from .runtime import let_idle_threads_sleep, take_core, usable_cores
 
@@ -20,7 +21,14 @@ def main() -> None:
     from mpi4py import run
 
     sys.path.insert(0, "")  # for the script's folder, or for the current one of a module
-    run.main()
+    try:
+        run.main()
+    except Exception:
+        has_hook = sys.excepthook.__module__.startswith("summa3d.")  # the first grid brings one, which says as much
+        if launched is not None and not has_hook:
+            flight_files.claim(None)
+            sys.stderr.write(f"uncaught exception on rank {launched[1]} of {launched[0]}:\n")
+        raise
 
 
 if __name__ == "__main__":

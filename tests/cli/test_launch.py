@@ -254,6 +254,7 @@ def test_a_script_and_a_module_run_on_every_rank_on_cores_of_their_own_and_end_w
     for words in (["prog.py", "-n", "5"], ["-m", "prog", "-n", "5"]):
         ended = jobs.run_serial(["-m", "summa3d", "launch", "-n", str(ranks), *words], cwd=tmp_path)
         assert ended.status != 0 and ended.stderr.count("RuntimeError: only rank 0") == 1, ended.stderr
+        assert f"uncaught exception on rank 0 of {ranks}:\nTraceback" in ended.stderr and "ended first" not in ended.stderr
         assert ended.stdout.strip() == str([(cores, "1", "PASSIVE", ["-n", "5"], "__main__")] * ranks)
 
 
