@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from math import log, sqrt
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from summa3d.plan.search.cells import StageGrid, bucket_of
 from summa3d.plan.search.export import configured
 from summa3d.plan.search.find import find_plans
 from summa3d.plan.search.memory import memory
-from summa3d.plan.search.plans import Plan
+from summa3d.plan.search.plans import Era, Plan, Space, columns, refused, tiles
+from summa3d.plan.search.search import PlanSearch
 from summa3d.plan.search.store import Store
 from summa3d.plan.search.timing import Times, number_of
 from summa3d.train.config import Config, DataConfig, numbers_of
@@ -43,13 +46,18 @@ def stage(ahead: int, replicas: int = 1, **axes: int) -> StageGrid:
     )
 
 
-@pytest.mark.parametrize("inner", [stage(1, x=2, z=2), stage(2, x=2, y=2), stage(1, replicas=4, y=2)])
+@pytest.mark.parametrize(
+    ("inner", "speed"),
+    [(stage(1, x=2, z=2), 1.0), (stage(2, x=2, y=2), 1.0), (stage(1, replicas=4, y=2), 1.0), (stage(3, x=4), 0.05)],
+)
 def test_the_seconds_bytes_and_words_of_a_plan_with_prefetch_are_those_of_its_dry_run(
-    cache: Path, inner: StageGrid, monkeypatch: pytest.MonkeyPatch
+    cache: Path, inner: StageGrid, speed: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Where links are slow, too: what comes before the blocks hides gathers of the first ones, and not those of all."""
     zero = 3 if inner.replicas > 1 else 1
     plan = Plan(inner, inner.replicas, 1, 1, 1, 3, zero)
-    times = Times(CLUSTER, Store())
+    cluster = CLUSTER.replaced({"node.bandwidth": speed * CLUSTER["node.bandwidth"]}, "assumed")
+    times = Times(cluster, Store())
     asked = Config(model=MODEL, device="cuda", dtype="bfloat16", data=DataConfig(tokenizer=numbers_of(MODEL)))
     config = configured(plan, asked)
     assert config.overlap.gather == inner.ahead
@@ -86,6 +94,21 @@ def test_the_search_takes_prefetch_where_it_gains_and_writes_it(cache: Path) -> 
     assert best.seconds < one.seconds and best.terms["axis"]["x"] < one.terms["axis"]["x"]
 
 
+def test_no_plan_that_prefetch_makes_one_of_the_fastest_is_dropped(cache: Path) -> None:
+    """One that waits for its weights is slower than all that are kept, and with prefetch faster than one of them."""
+    cluster = load("selene").replaced({"node.size": 2.0, "elements.launch": 1e-6}, "assumed")
+    model, era = ModelConfig(layers=5, hidden=256, heads=4, sequence=64, vocabulary=512), Era(("cuboid-sequence",))
+    fixed = {"grid.x": 2, "grid.y": 2, "recompute": "none", "regather": False, "replicas.zero": 1, "pipeline.schedule": "1f1b"}
+    space = Space(model, 8, 16, "bfloat16", "cuda", (2,), era=era, fixed=fixed)
+    times, prices = Times(cluster, Store()), set[float]()
+    found = PlanSearch(space, times, 80e9, 3).run(lambda *state: None)
+    for plan in (rows.plan(row) for rows in columns(space, Counter()) for row in range(len(rows))):
+        for one in tiles(plan, (2,)) if not refused(space, plan) else ():
+            with_prefetch = [replace(one, inner=inner) for inner in (one.inner, *one.inner.overlapped)]
+            prices.add(round(min(map(times.seconds, with_prefetch)), 15))
+    assert len(prices) > 10 and [one.seconds for one in found.best] == pytest.approx(sorted(prices)[:3], rel=1e-9)
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket(cache: Path, zero: int) -> None:
     times = Times(CLUSTER, Store())
@@ -106,5 +129,7 @@ def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket(cache: 
     spans = times.spans(plan)
     assert times.after(plan).replicas == pytest.approx(exposed(spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds))
     assert times.estimate(plan, least=True) <= times.estimate(plan)
+    of_nodes = 1 + CLUSTER["nodes.spread"] * sqrt(2 * log(2 * 16 / 8))  # all wait for the slowest of those that all ranks fill
+    assert CLUSTER["nodes.spread"] and times.seconds(plan) == pytest.approx(of_nodes * times.estimate(plan))
     on_hosts = replace(plan, inner=replace(plan.inner, device="cpu", dtype="float32"))
     assert times.after(on_hosts) == times._after(on_hosts, 0.0)

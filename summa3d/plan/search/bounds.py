@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...comm.topology import replica_axes
 from ...dry.record import ENTER, LEAVE
 from ...dtypes import HALVES, dtype_of
 from ...nn.schemes.products import OPERANDS, B, Numeric, alone
@@ -29,14 +28,13 @@ MARGIN = 0.95
 """Of what one rank alone does element by element, and saves, that no scheme does without: some fuse or leave out a copy."""
 SEVERAL = 4
 """Rows at which cells of a grid of one rank are asked for: where half a row's heads are no integer, lines are of two."""
-MANY = 2**30
-"""Words of a message whose time is all volume."""
 
 
 class Moved(NamedTuple):
     """What a rank receives along an axis in a block at least: bytes in all, by so many communications.
 
-    waited : whether nothing else is done meanwhile, so that launches and hops count too.
+    waited : whether nothing else is done meanwhile, so that launches and hops count too. ahead : whether they gather weights,
+    and may begin so early that nothing waits for them
     """
 
     axis: str
@@ -44,6 +42,7 @@ class Moved(NamedTuple):
     size: Numeric
     many: Numeric
     waited: bool = False
+    ahead: bool = False
 
 
 def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, experts: Numeric = 1) -> Iterator[Moved]:
@@ -61,7 +60,8 @@ def moved(inner: StageGrid, grid: Mapping[str, Numeric], tokens: Numeric, expert
         sums, name = (int(not whole), 1, forwards), "all_gather" if whole else "broadcast"
         for operand in OPERANDS:
             for axis, words in item.gathered(operand, grid, tokens):
-                yield Moved(axis, name, gathers[operand] * words * size, gathers[operand] * panels, not whole)
+                many, ahead = gathers[operand], whole and operand == B and inner.device == "cuda"
+                yield Moved(axis, name, many * words * size, many * panels, not whole, ahead)
             for axis, kept, words in item.summed(operand, grid, tokens) if sums[operand] else ():
                 if kept:
                     yield Moved(axis, "all_reduce", sums[operand] * words * wide, sums[operand], True)
@@ -109,23 +109,11 @@ def kept(
     return saved + operands + weights, owed + operands + gradients
 
 
-class AloneKeeps(NamedTuple):
-    """What one rank alone holds beside its blocks' saved inputs: its share of these is what a rank of a grid holds at least.
-
-    states : elements of the first stage's and of the last stage's own parameters, and of a tied table. head : bytes that the last
-    stage saves beside its blocks. top : bytes that backward of a block takes for a while
-    """
-
-    states: tuple[int, int, int]
-    head: Numeric
-    top: Numeric
-
-
 def _together(every: Iterable[Moved]) -> list[Moved]:
     """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
     result: dict[object, Moved] = {}
     for number, item in enumerate(entry for entry in every if entry.size > 0):
-        key = (item.axis, item.name, number if item.name in CHAINS else -1)
+        key = (item.axis, item.name, item.ahead, number if item.name in CHAINS else -1)
         before = result.get(key, item._replace(size=0.0, many=0))
         result[key] = item._replace(size=item.size + before.size, many=item.many + before.many)
     return list(result.values())
@@ -170,8 +158,7 @@ class Bounds:
     def __init__(self, times: Times) -> None:
         self.times, self.cluster = times, times.cluster
         self._alone: dict[object, SingleRankWork] = {}
-        self._rates: dict[object, tuple[float, float, float]] = {}
-        self._blocks: dict[object, float] = {}
+        self._parts: dict[object, Mapping[str, Numeric]] = {}
         self._work: dict[object, tuple[dict[str, Numeric], float, list[Moved]]] = {}
 
     # -- bytes
@@ -198,7 +185,7 @@ class Bounds:
             kinds = [(layers * dense, dp), (layers * routed, of_experts)]
             alike = [(layers * (dense + routed), dp)]  # of which one is shared out to fewer buckets
             sums: Any = 0.0
-            if zero == 2:
+            if zero == 2 and not inner.split:  # else nobody knows how many gradients are then made
                 several = (
                     summed(inner, item, ranks, np.maximum(0, rows.micro_batches[at] - flying))[0] for item in (kinds, alike)
                 )
@@ -228,13 +215,17 @@ class Bounds:
             base -= most * (of(inner)[0] - of(inner, 2)[0])
         return Kept(MARGIN * (base + slope * rows), base)
 
-    def _beside(self, inner: StageGrid, zero: int, rows: Numeric) -> AloneKeeps:
-        """Bytes that one rank alone holds next to what its blocks save of so many rows."""
+    def _beside(self, inner: StageGrid, zero: int, rows: Numeric) -> tuple[tuple[int, int, int], Numeric, Numeric]:
+        """Elements and bytes that one rank alone holds beside its blocks' inputs: of a grid's ranks each has its share at least.
+
+        They are the parameters of the first stage, of the last one, and of a tied table; bytes that the last stage saves, and
+        those that backward of a block takes for a while, of so many rows.
+        """
         cells, unit = self._cells(inner)
         head = sum(pass_.net.at(unit * rows) for pass_ in cells.passes["F"] if pass_.cell == LEAVE)
         shared = cells.elements[BLOCK] * dtype_of(inner.dtype).nbytes if zero == 3 else 0  # gradients, until replicas sum them
         top = 0.0 if inner.split else np.maximum(0.0, MARGIN * _top(cells, unit * rows) - shared)
-        return AloneKeeps((cells.elements[ENTER], cells.elements[LEAVE], cells.elements["tied"]), MARGIN * head, top)
+        return (cells.elements[ENTER], cells.elements[LEAVE], cells.elements["tied"]), MARGIN * head, top
 
     # -- seconds
 
@@ -249,16 +240,14 @@ class Bounds:
         parts, elements, beside = self._computed(inner, sizes, rows.share[at], shards, rows.total)
         split = _split(inner, parts, elements, rows.chunks[at])
         every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence, inner.own_experts)]
-        ports, streams = self._anywhere(sizes, every)
-        parts[BLOCK] = np.maximum(parts[BLOCK] + ports, streams)
+        around = *beside, *_dispatched(inner, rows.share[at], rows.ranks[at]), *_gathered(inner, rows.ranks[at], shards)
         fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
-        around = *beside, *_dispatched(inner, rows.share[at], rows.ranks[at])
-        parts[BLOCK] = parts[BLOCK] + fastest * sum(item.size for item in around)
-        if rows.era.zero[saving[1]] == 3:
-            gathered = (3 if inner.recompute == "full" else 2) * self._shared(inner, rows.ranks[at], shards)
-            parts[BLOCK] = parts[BLOCK] + fastest * gathered
-        first, last, least, both = (column[at] for column in rows.layers)
-        return _closed(parts, split, rows.pp[at], rows.micro_batches[at], (first, last, least, both))
+        waited, ahead = (fastest * sum(item.size for item in around if item.ahead == early) for early in (False, True))
+        ports, _ = self._anywhere(sizes, [item for item in every if not item.ahead])
+        used, streams = self._anywhere(sizes, every)
+        busy = np.maximum(np.maximum(used, streams), ahead)
+        parts = _behind(parts, parts[BLOCK] + ports + waited, busy, (*every, *around))
+        return _closed(parts, split, rows.pp[at], rows.micro_batches[at], [column[at] for column in rows.layers])
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
         """Seconds that the plan takes at least with each of these placements, whose links are known."""
@@ -267,26 +256,28 @@ class Bounds:
             shape, share = plan.inner.shape, plan.rows / plan.inner.copies
             *computed, beside = self._computed(plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp)
             within = moved(plan.inner, shape, share * plan.inner.model.sequence, plan.inner.own_experts)
-            self._work[key] = *computed, _together((*within, *beside, *_dispatched(plan.inner, share, plan.inner.ranks)))
+            others = *_dispatched(plan.inner, share, plan.inner.ranks), *_gathered(plan.inner, plan.inner.ranks, plan.copies)
+            self._work[key] = *computed, _together((*within, *beside, *others))
         parts, elements, _ = self._work[key]
-        around = plan.pp, plan.micro_batches
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
-        blocks, split = (self._block(placement) for placement in placements), _split(plan.inner, parts, elements, plan.chunks)
-        return [float(_closed({**parts, BLOCK: block}, split, *around, stages)) for block in blocks]
+        split = _split(plan.inner, parts, elements, plan.chunks)
+        return [float(_closed(self._placed(item), split, plan.pp, plan.micro_batches, stages)) for item in placements]
 
-    def _block(self, plan: Plan) -> float:
-        """Seconds of a block of a placement."""
+    def _placed(self, plan: Plan) -> Mapping[str, Numeric]:
+        """Seconds of each cell of a placement."""
         key = self.times.key(plan)
-        if key not in self._blocks:
+        if key not in self._parts:
             parts, elements, every = self._work[plan.inner, plan.units]
-            prices, ports, streams = self.times.prices_of(plan), 0.0, dict[str, float]()
+            prices, waited, streams = self.times.prices_of(plan), float(parts[BLOCK]), dict[str, float]()
             for term in every:
                 fixed, moving = self._seconds(prices, term)
-                ports += moving + (fixed if term.waited else 0.0)
+                waited += 0.0 if term.ahead else moving + (fixed if term.waited else 0.0)
                 streams[term.axis] = streams.get(term.axis, 0.0) + fixed + moving
-            block = max(parts[BLOCK] + ports, max(streams.values(), default=0.0))
-            self._blocks[key] = block + (self._gathered(plan, prices, elements) if plan.inner.replicas > 1 else 0.0)
-        return self._blocks[key]
+            if plan.inner.replicas > 1:  # whose sums may run behind element-wise work
+                sums = Moved(plan.inner.plane, "reduce_scatter", _shared(plan.inner, plan.inner.ranks, plan.copies), 4)
+                waited += max(0.0, self._seconds(prices, sums)[1] - elements)
+            self._parts[key] = _behind(parts, waited, max(streams.values(), default=0.0), every)
+        return self._parts[key]
 
     def _computed(
         self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, shards: Numeric, ranks: int
@@ -386,33 +377,10 @@ class Bounds:
     def _seconds(self, prices: Prices, place: Moved) -> tuple[float, float]:
         """Seconds of launches and hops, and of volume, of communications along an axis whose links are known."""
         members = group_size(prices.topology.shape, place.axis)
-        key = id(prices), place.axis, place.name
-        if key not in self._rates:
-            word, fill = 4, 0.0
-            least, volume = prices.move(move(place.name, place.axis, MANY, "float32"))
-            if place.name in CHAINS:
-                most, (least, _) = least, prices.move(move(place.name, place.axis, 1, "float32"))
-                fill = (most - least) / max(1.0, self.cluster["collectives.chunk"] - word)
-            received = members / (members - 1) if place.name == "broadcast" else 1.0  # its words are those of the message
-            self._rates[key] = least, fill, received * volume / (word * MANY)
-        fixed, fill, byte = self._rates[key]
-        if fill:  # of a chain, by the first chunk of a message
-            message = place.size / place.many * members / (members - 1)
-            fixed += fill * min(self.cluster["collectives.chunk"], message)
-        return place.many * fixed, place.size * byte
-
-    def _gathered(self, plan: Plan, prices: Prices, elements: float) -> float:
-        """Seconds of the gathers of a block's shared weights, and of the sums of their gradients, behind element-wise work."""
-        passes = 3 if plan.inner.recompute == "full" else 2
-        size, plane = self._shared(plan.inner, plan.inner.ranks, plan.copies), "·".join(replica_axes(plan.shape))
-        gathers = sum(self._seconds(prices, Moved(plane, "all_gather", passes * size, passes * 4)))
-        return gathers + max(0.0, self._seconds(prices, Moved(plane, "reduce_scatter", size, 4))[1] - elements)
-
-    def _shared(self, inner: StageGrid, ranks: Numeric, dp: Numeric) -> Numeric:
-        """Bytes of a block's weights that a rank receives of other replicas when it gathers them; of experts, of none."""
-        model = inner.model
-        elements = inner.model.block_elements - model.num_experts * 3 * model.hidden * model.expert_width
-        return elements / (ranks * dp) * (dp - 1) * dtype_of(inner.dtype).nbytes
+        of_message = members / (members - 1) if place.name == "broadcast" else 1.0  # whose words are those that its root sends
+        words: Any = of_message * place.size / place.many / dtype_of("float32").nbytes  # mostly no whole number
+        fixed, moving = prices.move(move(place.name, place.axis, words, "float32"))
+        return place.many * fixed, place.many * moving
 
     def _anywhere(self, sizes: Mapping[str, Numeric], every: Sequence[Moved]) -> tuple[Numeric, Numeric]:
         """Seconds for which communications use ports, and for which the busiest axis is in use, at least, wherever ranks lie.
@@ -428,10 +396,11 @@ class Bounds:
         hop, launch = min(level.latency for level in levels), self.cluster["collectives.launch"]
         nothing = 0.0 * next(iter(sizes.values()))
         volumes, streams, waited = (dict.fromkeys(sizes, nothing) for _ in range(3))
-        for axis, name, size, many, is_waited in every:
-            volumes[axis] = volumes[axis] + size
-            hops = (launch + hop * (sizes[axis] - 1) * (name != "all_reduce")) * (size > 0) * many
-            (waited if is_waited else streams)[axis] = (waited if is_waited else streams)[axis] + hops
+        for item in every:
+            axis, of = item.axis, waited if item.waited else streams
+            volumes[axis] = volumes[axis] + item.size
+            hops = (launch + hop * (sizes[axis] - 1) * (item.name != "all_reduce")) * (item.size > 0) * item.many
+            of[axis] = of[axis] + hops
         node, port = levels[-2].size, levels[-1]
         fastest = min(1 / level.bandwidth for level in levels) * sum(volumes.values())
         least: Numeric = np.inf
@@ -447,6 +416,20 @@ class Bounds:
             least = np.minimum(least, np.where(fits & (share >= 1), taken, np.inf))
         fixed = sum(waited.values())
         return np.maximum(fastest, least) + fixed, np.max([streams[axis] + waited[axis] for axis in sizes], axis=0)
+
+
+def _gathered(inner: StageGrid, ranks: Numeric, copies: Numeric) -> Iterator[Moved]:
+    """Gathers of a block's weights that ranks share with the replicas of a grid; of all of them, with ZeRO-3."""
+    if inner.replicas > 1:
+        passes = 3 if inner.recompute == "full" else 2
+        yield Moved(inner.plane, "all_gather", passes * _shared(inner, ranks, copies), passes * 4, True, inner.device == "cuda")
+
+
+def _shared(inner: StageGrid, ranks: Numeric, copies: Numeric) -> Numeric:
+    """Bytes of a block's weights that a rank receives of other replicas when it gathers them; of experts, of none."""
+    model = inner.model
+    elements = model.block_elements - model.num_experts * 3 * model.hidden * model.expert_width
+    return elements / (ranks * copies) * (copies - 1) * dtype_of(inner.dtype).nbytes
 
 
 def _dispatched(inner: StageGrid, rows: Numeric, ranks: Numeric) -> Iterator[Moved]:
@@ -472,6 +455,16 @@ def _top(cells: Cells, units: Numeric) -> Numeric:
     return top
 
 
+def _behind(parts: Mapping[str, Numeric], waited: Numeric, busy: Numeric, every: Iterable[Moved]) -> dict[str, Numeric]:
+    """Seconds of cells, of a block whose `waited` seconds nothing runs behind, and which uses an axis or ports for so many.
+
+    The first and the last block of a pass may do with less: what is beside them hides their gathers, if any begin early.
+    """
+    late = np.maximum(0.0, busy - waited)
+    ends = late * any(item.ahead for item in every)
+    return {BLOCK: waited + late, ENTER: parts[ENTER] - ends, LEAVE: parts[LEAVE] - ends}
+
+
 class SplitPasses(NamedTuple):
     """Seconds of a block's products at least, where backward is split: of forward, and as much of gradients of weights; of X.
 
@@ -495,7 +488,7 @@ def _closed(
     split: SplitPasses | None,
     pp: Numeric,
     micro_batches: Numeric,
-    layers: tuple[Numeric, Numeric, Numeric, Numeric],
+    layers: Sequence[Numeric],
 ) -> Numeric:
     """Seconds of a pipeline at least: of its first rank, and of its last one behind those before it.
 

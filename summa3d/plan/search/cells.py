@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cache, cached_property
 from math import prod
@@ -95,8 +95,12 @@ class StageGrid:
     def weight_axes(self) -> frozenset[str]:
         """The axes, or planes of them, along which a weight is gathered before it is used."""
         moving = {axis for product in self.products for axis in product.apart(B) if self.shape[axis] > 1 and self.gathers}
-        plane = {"·".join(replica_axes({**self.shape, **dict(self.outer), "dp": self.replicas // self.copies}))}
-        return frozenset(moving | (plane if self.replicas > 1 else set()))
+        return frozenset(moving | ({self.plane} if self.replicas > 1 else set()))
+
+    @cached_property
+    def plane(self) -> str:
+        """The axes along which replicas share weights."""
+        return "·".join(replica_axes({**self.shape, **dict(self.outer), "dp": self.replicas // self.copies}))
 
     @property
     def overlapped(self) -> list[StageGrid]:
@@ -149,20 +153,15 @@ class StageGrid:
             train=TrainConfig(batch=ACCUMULATE * units * self.unit * dp, accumulate=ACCUMULATE),
             data=DataConfig(tokenizer=numbers_of(self.model)),
         )
-        return with_options(result, self.options)
+        for key, value in self.options:
+            table, _, name = key.partition(".")
+            result = replace(result, **{table: replace(getattr(result, table), **{name: value})})
+        return result
 
     def key(self, single: bool) -> dict[str, Any]:
         """All that a trace depends on, as JSON: of one unit (`single`), or of the line through two sizes."""
         around = {"outer": dict(self.outer), "options": dict(self.options)}
         return {**asdict(self), "model": asdict(replace(self.model, layers=1)), "axes": self.shape, **around, "single": single}
-
-
-def with_options(config: Config, options: Iterable[tuple[str, Any]]) -> Config:
-    """A configuration with other values of keys, each of a table."""
-    for key, value in options:
-        table, _, name = key.partition(".")
-        config = replace(config, **{table: replace(getattr(config, table), **{name: value})})
-    return config
 
 
 def bucket_of(inner: StageGrid, ranks: Any) -> Any:

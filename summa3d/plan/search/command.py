@@ -22,7 +22,6 @@ from ..questions import training, training_text
 from ..refit import Refit, refit
 from .export import export
 from .find import Plans, find_plans
-from .memory import memory
 from .plans import Plan, Space, columns, refused
 from .request import device_of, request
 from .search import PlanSearch, Priced, ProgressCallback
@@ -121,11 +120,12 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
     Of the micro-batches and chunks that such a grid leaves, the fastest. None where no grid fits.
     """
     node = searched.times.cluster.node or space.ranks
+    widest = max(y for y in range(1, node + 1) if space.ranks % y == 0 and space.model.heads % y == 0)
     narrow: dict[tuple[int, int], list[Plan]] = {}
     for rows in columns(space, type(searched.rejected)()):
         if {*rows.family} != {"1-D"} or rows.inners[0].split:
             continue
-        wide = (rows.sizes["y"] <= node) & ((rows.pp == 1) | (rows.sizes["y"] == _widest(space, node)))
+        wide = (rows.sizes["y"] <= node) & ((rows.pp == 1) | (rows.sizes["y"] == widest))
         for plan in (
             rows.plan(int(row), saving) for saving, there in rows.savings.items() for row in np.flatnonzero(there & wide)
         ):
@@ -134,19 +134,13 @@ def by_rule(space: Space, searched: PlanSearch) -> Priced | None:
     for key in sorted(narrow):
         priced = []
         for plan in narrow[key]:
-            cells, units = searched.times.store.cells(plan.inner, plan.units)
-            held = memory(plan, cells, units, searched.times.muon(plan))
+            held = searched.memory(plan)
             if held.total <= searched.limit:
                 priced.append((searched.times.estimate(plan), str(plan), plan, held))
         if priced:
             _, _, plan, held = min(priced, key=lambda item: item[:2])
             return searched.priced(plan, held)
     return None
-
-
-def _widest(space: Space, node: int) -> int:
-    """The most ranks of a node that divide heads and ranks."""
-    return max(y for y in range(1, node + 1) if space.ranks % y == 0 and space.model.heads % y == 0)
 
 
 @contextmanager

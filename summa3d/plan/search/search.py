@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -93,6 +93,7 @@ class PlanSearch:
     rejected: Counter[tuple[str, str]] = field(default_factory=Counter)
     considered: int = 0
     done: list[tuple[float, Plan, Memory]] = field(default_factory=list)
+    _kept: dict[Plan, float] = field(default_factory=dict)
     _best: dict[str, float] = field(default_factory=dict)
     _cutoff: float = float("inf")
     _waiting: list[PlanCandidate] = field(default_factory=list)
@@ -217,11 +218,10 @@ class PlanSearch:
         """Price a plan with each of its placements, as far as its bounds leave it a chance."""
         plan = waiting.placements[0][1]
         try:
-            cells, units = self.times.store.cells(plan.inner, plan.units)
+            held = self.memory(plan)
         except (LayoutError, GridError, ConfigError) as error:
             self.rejected[plan.family, str(error).partition("\n")[0]] += 1
             return
-        held = memory(plan, cells, units, self.times.muon(plan))
         if held.total > self.limit:
             self._save(waiting, "memory")
             return
@@ -230,87 +230,75 @@ class PlanSearch:
             if self._hopeless(plan.family, floor):
                 self.rejected[plan.family, "slower than the best by a lower bound"] += 1
                 continue
-            bound = self.times.estimate(placement, least=True)
-            mark = bound, str(self.times.least(placement).forward) if plan.inner.split else ""
-            if mark in seen:
+            if (each := self.times.each(placement)) in seen:
                 self.rejected[plan.family, "its placement loads the links as another's"] += 1
                 continue
-            seen.add(mark)
-            if self._hopeless(plan.family, bound):
+            seen.add(each)
+            if self._hopeless(plan.family, self.times.estimate(placement, least=True)):
                 self.rejected[plan.family, "slower than the best by counted operations"] += 1
                 continue
-            self._keep(self.times.estimate(placement), placement, held)
+            several = self._overlapped(placement, self.times.estimate)
+            self.done += several if self.space.device == "cuda" else [next(several)]
+            self._kept[placement] = seconds = self.done[-1][0]
+            self._best[plan.family] = min(seconds, self._best.get(plan.family, float("inf")))
+            if len(self._kept) >= self.top:
+                self._cutoff = nsmallest(self.top, self._kept.values())[-1]
 
-    def _keep(self, seconds: float, plan: Plan, held: Memory) -> None:
-        self.done.append((seconds, plan, held))
-        self._best[plan.family] = min(seconds, self._best.get(plan.family, float("inf")))
-        if len(self.done) >= self.top:
-            self._cutoff = sorted(item for item, *_ in self.done)[self.top - 1]
+    def memory(self, plan: Plan) -> Memory:
+        """The bytes of a plan's fullest rank."""
+        return memory(plan, *self.times.store.cells(plan.inner, plan.units), self.times.muon(plan))
+
+    def _overlapped(self, plan: Plan, seconds_of: Callable[[Plan], float]) -> Iterator[tuple[float, Plan, Memory]]:
+        """The plan, and the same with more and more behind arithmetic: as long as that gains, and fits."""
+        least = float("inf")
+        for inner in (plan.inner, *plan.inner.overlapped):
+            plan = replace(plan, inner=inner)
+            held = self.memory(plan)
+            if held.total > self.limit or (seconds := seconds_of(plan)) >= least:
+                return
+            least = seconds
+            yield seconds, plan, held
 
     def _found(self) -> Found:
-        done = sorted(self.done, key=lambda item: (item[0], str(item[1])))
-        nearest = [item for item in done[: 2 * self.top] if item[0] <= NEAR * done[: self.top][-1][0]]
-        nearest = sorted(nearest, key=lambda item: (self._simulated(item[1]), str(item[1])))
-        chosen = {plan: held for _, plan, held in nearest[: self.top]}
+        ranked = sorted(self._kept.items(), key=lambda item: (item[1], str(item[0])))
+        chosen = [plan for plan, seconds in ranked[: 2 * self.top] if seconds <= NEAR * ranked[: self.top][-1][1]]
         for family in FAMILIES:
-            chosen |= {plan: held for _, plan, held in [item for item in done if item[1].family == family][:1]}
-        fastest = lambda item: (item.seconds, str(item.plan))  # noqa: E731
-        best = sorted((self.priced(plan, held) for plan, held in chosen.items()), key=fastest)
-        many = len(best) if self.space.device == "cuda" else IN_PIECES
-        best = sorted([*map(self.overlapped, best[:many]), *best[many:]], key=fastest)
-        for least, plan, held in self._waiting_for_weights(done) if self.space.device == "cuda" else ():
-            if least >= best[: self.top][-1].seconds:
-                break
-            if plan not in chosen:
-                best = sorted([*best, self.overlapped(self.priced(plan, held))], key=fastest)
+            chosen += [plan for plan, _ in ranked if plan.family == family][:1]
+        fastest, on_devices = lambda item: (item.seconds, str(item.plan)), self.space.device == "cuda"
+        best = sorted((self._simulated_with(plan, on_devices) for plan in dict.fromkeys(chosen)), key=fastest)
+        if not on_devices:
+            in_pieces = (self._simulated_with(item.plan, True) for item in best[:IN_PIECES])
+            best = sorted([*in_pieces, *best[IN_PIECES:]], key=fastest)
         families = {item.plan.family: item for item in reversed(best)}
         families = {family: families[family] for family in FAMILIES if family in families}
-        front = [Priced(plan, seconds, held) for seconds, plan, held in front_of(done)]
-        told = self.considered, len(done), self.rejected
+        front: list[Priced] = []
+        for seconds, plan, held in sorted(self.done, key=lambda item: (item[0], str(item[1]))):
+            if not front or held.total < front[-1].memory.total:
+                front.append(Priced(plan, seconds, held))
+        told = self.considered, len(self.done), self.rejected
         return Found(self.space, self.times.cluster, self.limit, best[: self.top], families, front, *told)
 
-    def _waiting_for_weights(self, done: Sequence[tuple[float, Plan, Memory]]) -> list[tuple[float, Plan, Memory]]:
-        """Plans that prefetch may make faster, and the seconds that they take at least if they wait for no weight, ascending."""
-        result = []
-        for seconds, plan, held in done:
-            if plan.inner.weight_axes:
-                waited = terms(plan, self.times, 0.0)["axis"]
-                result.append((seconds - sum(waited.get(axis, 0.0) for axis in plan.inner.weight_axes), plan, held))
-        return sorted(result, key=lambda item: (item[0], str(item[1])))
+    def _simulated_with(self, plan: Plan, overlap: bool) -> Priced:
+        """A plan, or, with `overlap`, the plan with as much behind arithmetic as gains."""
+        several = self._overlapped(plan, self._simulated)
+        *_, (_, plan, held) = several if overlap else [next(several)]
+        return self.priced(plan, held)
 
     def priced(self, plan: Plan, held: Memory) -> Priced:
         """A plan with its pipeline simulated, and its time term by term."""
         seconds, after = self._simulated(plan), self.times.step(plan).parts.after
         return Priced(plan, seconds, held, terms(plan, self.times, seconds - after))
 
-    def overlapped(self, candidate: Priced) -> Priced:
-        """The plan with so much behind arithmetic as its replayed step is fastest with, and fits: as long as more of it gains."""
-        for inner in candidate.plan.inner.overlapped:
-            plan = replace(candidate.plan, inner=inner)
-            held = memory(plan, *self.times.store.cells(plan.inner, plan.units), self.times.muon(plan))
-            if held.total > self.limit or self._simulated(plan) >= candidate.seconds:
-                break
-            candidate = self.priced(plan, held)
-        return candidate
-
     def _simulated(self, plan: Plan) -> float:
         if plan not in self._known:
-            step = self.times.step(plan)
-            self._known[plan] = step.pipeline(self.times.cluster) + step.parts.after
+            self._known[plan] = self.times.seconds(plan)
         return self._known[plan]
 
 
-def front_of(done: Sequence[tuple[float, Plan, Memory]]) -> Iterable[tuple[float, Plan, Memory]]:
-    """Of plans in the order of their seconds, those that need fewer bytes than all faster ones."""
-    fewest = float("inf")
-    for item in done:
-        if item[2].total < fewest:
-            fewest = item[2].total
-            yield item
-
-
 def terms(plan: Plan, times: Times, pipeline: float) -> dict[str, Any]:
-    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on; `bubble` is what it waits for.
+    """The seconds of a step on the busiest rank of the pipeline, by what they are spent on.
+
+    `bubble` is what it waits for: other stages, and the slowest node.
 
     pipeline : seconds of all forwards and backwards.
     """

@@ -25,6 +25,7 @@ def utilization(result: Found, candidate: Priced, hardware: bool = False) -> flo
 
 def as_json(result: Found, asked: Request) -> dict[str, Any]:
     """Report that --json prints. Seconds and bytes are of a step on the fullest or busiest rank."""
+    places = {str(item.plan): place for place, item in enumerate(result.best, 1)}
     return {
         "model": asked.name,
         "cluster": result.cluster.name,
@@ -32,18 +33,13 @@ def as_json(result: Found, asked: Request) -> dict[str, Any]:
         "batch": result.space.batch,
         "memory": {"device": result.cluster["device.memory"], "limit": round(result.limit)},
         "plans": [_plan(result, asked, item, rank) for rank, item in enumerate(result.best, 1)],
-        "families": {family: _plan(result, asked, item, _rank(result, item)) for family, item in result.families.items()},
+        "families": {family: _plan(result, asked, item, places.get(str(item.plan))) for family, item in result.families.items()},
         "pareto": [{"plan": str(item.plan), "seconds": item.seconds, "bytes": item.memory.total} for item in result.pareto],
         "considered": result.considered,
         "priced": result.priced,
         "rejected": {f"{family}: {reason}": many for (family, reason), many in sorted(result.rejected.items())},
         "fitted": list(result.cluster.fitted),
     }
-
-
-def _rank(result: Found, candidate: Priced) -> int | None:
-    """The place of a plan among the fastest; None where it is not among them."""
-    return result.best.index(candidate) + 1 if candidate in result.best else None
 
 
 def _plan(result: Found, asked: Request, candidate: Priced, rank: int | None) -> dict[str, Any]:

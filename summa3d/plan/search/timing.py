@@ -61,8 +61,10 @@ class Times:
 
     def __init__(self, cluster: Cluster, store: Store, train: TrainConfig = ADAMW) -> None:
         self.cluster, self.store, self.train = cluster, store, train
+        self._sizes = tuple(level.size for level in cluster.levels if level.size)
         self._muon: dict[object, MuonStep] = {}
         self._prices: dict[object, Prices] = {}
+        self._each: dict[CellKey, tuple[float, ...]] = {}
         self._least: dict[CellKey, Durations] = {}
         self._spans: dict[CellKey, dict[tuple[str, str], ReplayTimes]] = {}
 
@@ -83,17 +85,35 @@ class Times:
 
     # -- by operations
 
+    def each(self, plan: Plan) -> tuple[float, ...]:
+        """Seconds of each kind of operation of a plan's cells."""
+        key = self.key(plan)
+        if key not in self._each:
+            cells, units = self.store.cells(plan.inner, plan.units)
+            self._each[key] = tuple(self.prices_of(plan).seconds(kind.at(units)) for kind in cells.kinds)
+        return self._each[key]
+
     def least(self, plan: Plan) -> Durations:
-        """Seconds of each cell if all that may run beside other operations is hidden; sends; what comes after."""
+        """Seconds of each cell if all that may run beside other operations is hidden; sends; what comes after.
+
+        On devices weights may be gathered ahead, but a block takes as long as it uses an axis. What is beside the first and the
+        last block may hide gathers of these, and takes so much less.
+        """
         key = self.key(plan)
         if key not in self._least:
-            cells, units = self.store.cells(plan.inner, plan.units)
-            prices = self.prices_of(plan)
-            seconds = [prices.seconds(kind.at(units)) for kind in cells.kinds]
+            (cells, _), seconds = self.store.cells(plan.inner, plan.units), self.each(plan)
+            ahead = plan.inner.weight_axes if plan.inner.device == "cuda" else frozenset[str]()
+            early = {at for at, kind in enumerate(cells.kinds) if kind.op.name == "all_gather" and kind.op.axis in ahead}
             sums: dict[tuple[str, str], float] = {}
             for at in ((cell, way) for cell in CELLS for way in PASSES):
-                hidden = cells.hidden[at]
-                sums[at] = sum(seconds[kind] * (many - hidden.get(kind, 0)) for kind, many in cells.counts[at].items())
+                left = ((kind, many - cells.hidden[at].get(kind, 0)) for kind, many in cells.counts[at].items())
+                sums[at] = sum(seconds[kind] * many for kind, many in left if kind not in early)
+            for way in PASSES if early else ():
+                moves = [(cells.kinds[kind].op.axis, seconds[kind] * many) for kind, many in cells.counts[BLOCK, way].items()]
+                busy = max(sum(taken for axis, taken in moves if axis == own) for own in ahead)
+                late = max(0.0, busy - sums[BLOCK, way])
+                for cell, sign in ((BLOCK, 1), (ENTER, -1), (LEAVE, -1)):
+                    sums[cell, way] += sign * late
             self._least[key] = durations(sums)
         return self._least[key]._replace(send=self.send(plan), after=sum(self._after(plan, inf)))
 
@@ -123,7 +143,7 @@ class Times:
             parts = durations({key: span.seconds for key, span in self.spans(plan).items()})
             parts = parts._replace(send=self.send(plan), after=sum(self.after(plan)))
         cells = {cell: Cell() for cell in CELLS}
-        topology = Topology({"dp": plan.dp, "pp": plan.pp}, ("dp", "pp"), {"dp": 1, "pp": 1})
+        topology = Topology({"stage": plan.stage_ranks, "pp": plan.pp}, ("stage", "pp"), {"stage": 1, "pp": 1})
         return PlacedPlan(cells, topology, plan.schedule, plan.layers, plan.micro_batches, parts=parts)
 
     def estimate(self, plan: Plan, least: bool = False) -> float:
@@ -258,12 +278,8 @@ class Times:
         """Key of the times of a plan's cells."""
         around = plan.dp * plan.pp
         if plan.zero < 3 and not self.cluster["host.slots"]:  # else ranks slow each other down, wherever they are
-            around = min(around, self._repeat(plan.inner.ranks * plan.inner.copies))
+            around = min(around, _copies(plan.inner.ranks * plan.inner.copies, self._sizes))
         return plan.inner, plan.units, plan.tile, around
-
-    def _repeat(self, ranks: int) -> int:
-        """Grids of a stage, side by side, that fill whole units of all levels with a size."""
-        return _copies(ranks, tuple(level.size for level in self.cluster.levels if level.size))
 
     def prices_of(self, plan: Plan) -> Prices:
         """Prices inside the grid of a stage, with the replicas that share its units of links, or its weights (zero 3)."""
@@ -303,6 +319,11 @@ def _in_turn(cells: Cells, way: str, units: int, prices: Prices) -> dict[str, Re
     parts, result = cells.in_order(way, units), dict.fromkeys((*CELLS, BEFORE, BEHIND), ReplayTimes())
     for (cell, _), span in zip(parts, replay_in_turn([ops for _, ops in parts], prices), strict=True):
         result[cell] = result[cell].plus(span)
+    between = result[BLOCK]
+    axis, moved = max(between.moved.items(), key=lambda item: item[1], default=("", 0.0))
+    late = moved - between.seconds
+    if late > 0:  # each of many blocks takes as long; what went before the first ones may have hidden these gathers
+        result[BLOCK] = between.plus(ReplayTimes(late, exposed={axis: late}))
     for cell, block in ((ENTER, BEFORE), (LEAVE, BEHIND)):
         result[cell] = result[cell].plus(result.pop(block)).plus(result[BLOCK], -1.0)
     return result
@@ -338,6 +359,7 @@ def bytes_and_calls_of_a_gather(copies: int, held: int, tensors: int, size: int,
 
 @cache
 def _copies(ranks: int, sizes: tuple[int, ...]) -> int:
+    """Grids of so many ranks, side by side, that fill whole units of all these sizes."""
     return next(many for many in range(1, prod(sizes) + 1) if all(ranks * many % size == 0 for size in sizes))
 
 
