@@ -106,6 +106,8 @@ CASES = (
     plan("zb-h1", 1, scheme="summa", axes={"x": 2, "y": 2}, unit=2, units=2),
     pytest.param(plan("zb-h1", 1, dp=2, zero=3), marks=pytest.mark.wide),
     plan("zb-v", 2, dp=2, zero=3),
+    plan("zb-v", 2, pp=4, m=8, dp=2, zero=2, recompute="full"),  # W sums buckets beside what all others keep
+    pytest.param(plan("zb-h1", 1, pp=4, m=8, dp=2, zero=2, recompute="full"), marks=pytest.mark.wide),
     pytest.param(plan("zb-h1", 1, dp=2, recompute="full"), marks=pytest.mark.wide),
 )
 
@@ -287,7 +289,7 @@ def test_what_ranks_hold_when_they_keep_most_is_a_state_of_theirs_and_no_split_s
             every = []
             for own in held_stages(homes_of(schedule, p, chunks), p):
                 each, rank = np.array([of_stages[stage] for stage in own]), len(every)
-                _, flying, owed = states(schedule, p, m, chunks, rank)
+                _, flying, owed, _ = states(schedule, p, m, chunks, rank)
                 every.append(
                     {(int(each.sum()), *pair) for pair in zip((flying @ each).tolist(), (owed @ each).tolist(), strict=True)}
                 )

@@ -112,22 +112,23 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | N
     stages = plan.stages[rank]
     extents = {way: [_extent(plan, cells, units, way, stage) for stage in stages] for way in PASSES}
     nets, tops = ([[extent[of] for extent in extents[way]] for way in PASSES] for of in (0, 1))
+    chunks = plan.chunks if plan.inner.split else 1  # of which one's gradients are made at a time
+    kinds = [(held // chunks, plan.copies)]
+    if plan.copies != plan.expert_copies:
+        kinds = [((held - experts) // chunks, plan.copies), (experts // chunks, plan.expert_copies)]
+    backwards = range(min(plan.micro_batches, 1 + BUCKETS_IN_FLIGHT) if plan.zero == 2 else 0)
+    sums, buckets = [summed(plan.inner, kinds, plan.inner.ranks, number) for number in backwards], 0
     if plan.inner.split:
-        activations, top = _peaks(plan, rank, *map(np.array, (nets, tops)))
+        activations, top, buckets = _peaks(plan, rank, *map(np.array, (nets, tops, sums)))
     else:
         many, saved = most_in_flight(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank), max(nets[0])
         activations = many * saved
         top = max((many - 1) * saved + max(tops[0]), activations + max(tops[1]))
+        for number, (first, last) in enumerate(sums):
+            left = saved * (plan.micro_batches - number)  # of those that are to come, less than in flight at the end
+            buckets = max(buckets, int(max(first, last - saved)) - max(0, activations - left))
     top = top if muon is None else max(top, muon.top)
     kept = cells.kept.at(units) + in_pipe(plan.inner, plan.rows, plan.inner.ranks * plan.inner.copies) * (plan.pp > 1)
-    kinds = [(held, plan.copies)]
-    if plan.copies != plan.expert_copies:
-        kinds = [(held - experts, plan.copies), (experts, plan.expert_copies)]
-    buckets = 0
-    for number in range(min(plan.micro_batches, 1 + BUCKETS_IN_FLIGHT) if plan.zero == 2 else 0):  # of backwards
-        first, last = summed(plan.inner, kinds, plan.inner.ranks, number)
-        left = max(nets[0]) * (plan.micro_batches - number)  # of those that are to come, less than in flight at the end
-        buckets = max(buckets, int(max(first, last - max(nets[0]))) - max(0, activations - left))
     workspace = max(0, top - activations)
     ahead = min(workspace, cells.prefetched(units)) if plan.inner.ahead else 0
     return Memory(parameters, gradients, optimizer, activations, workspace - ahead + kept, buckets, ahead, rank)
@@ -147,14 +148,20 @@ def _extent(plan: Plan, cells: Cells, units: int, way: str, stage: int) -> tuple
     return cells.extents[key]
 
 
-def _peaks(plan: Plan, rank: int, nets: Any, tops: Any) -> tuple[int, int]:
-    """Bytes kept between the ops of a rank whose backward is split, and the peak within them.
+def _peaks(plan: Plan, rank: int, nets: Any, tops: Any, sums: Any) -> tuple[int, int, int]:
+    """Bytes kept between the ops of a rank whose backward is split, the peak within them, and what ZeRO 2 sums beside the first.
 
-    nets, tops : of PASSES and chunks. From F to X a micro-batch keeps what forward saved, from X to W what that has left.
+    nets, tops : of PASSES and chunks. sums : of numbers of backwards. From F to X a micro-batch keeps what forward saved, from X
+    to W what that has left.
     """
-    ops, flying, owed = states(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank)
-    between = flying @ nets[0] + owed @ (nets[0] + nets[1])
-    return int(between.max()), int((between + tops[ops[:, 0], ops[:, 1]]).max())
+    ops, flying, owed, done = states(plan.schedule, plan.pp, plan.micro_batches, plan.chunks, rank)
+    until = nets[0] + nets[1]
+    between = held = flying @ nets[0] + owed @ until
+    if len(sums):
+        first, last = sums[np.minimum(done, len(sums) - 1)].T
+        held = between + np.where(ops[:, 0] == 2, np.maximum(first, last - until[ops[:, 1]]), first * (done > 0))
+    most = int(between.max())
+    return most, int((between + tops[ops[:, 0], ops[:, 1]]).max()), max(0, int(held.max()) - most)
 
 
 def in_pipe(inner: StageGrid, rows: Any, ranks: Any) -> Any:

@@ -38,21 +38,22 @@ def most_in_flight(schedule: str, p: int, m: int, chunks: int, rank: int) -> int
 
 
 @cache
-def states(schedule: str, p: int, m: int, chunks: int, rank: int) -> tuple[Any, Any, Any]:
+def states(schedule: str, p: int, m: int, chunks: int, rank: int) -> tuple[Any, Any, Any, Any]:
     """The different ops of a rank, and how many micro-batches of each chunk are then between F and X, and between X and W.
 
-    The ops are places in PASSES and chunks.
+    The ops are places in PASSES and chunks. The last is the most micro-batches of a chunk that W has seen by then.
     """
-    many, flying, owed = min(m, 2 * p), [0] * chunks, [0] * chunks  # more micro-batches change nothing
-    result: dict[tuple[int, ...], None] = {}
+    many, flying, owed, done = min(m, 2 * p), [0] * chunks, [0] * chunks, [0] * chunks  # more micro-batches change nothing
+    result: dict[tuple[int, ...], int] = {}
     for op in rule_of(schedule, p, many, chunks).order(p, many, chunks, rank):
         way = "FXW".index(op.kind)
         state = way, op.chunk, *flying, *owed
-        result[state] = None
+        result[state] = max(done)
         flying[op.chunk] += (1, -1, 0)[way]
         owed[op.chunk] += (0, 1, -1)[way]
+        done[op.chunk] += way == 2
     table = np.array([*result])
-    return table[:, :2], table[:, 2 : 2 + chunks], table[:, 2 + chunks :]
+    return table[:, :2], table[:, 2 : 2 + chunks], table[:, 2 + chunks :], np.array([*result.values()])
 
 
 class HeavyRank(NamedTuple):
@@ -83,7 +84,7 @@ def heaviest(schedule: str, p: int, m: int, chunks: int, layers: int) -> tuple[H
             item = many[end] if end in own else int(each.max())
             result.append(HeavyRank(int(each.sum()), flying * item, 0, flying * ends[1], *ends))
             continue
-        _, flying, owed = states(schedule, p, m, chunks, rank)
+        _, flying, owed, _ = states(schedule, p, m, chunks, rank)
         heads = flying[:, own.index(end)] if end in own else 0 * flying[:, 0]
         kept = [*zip((flying @ each).tolist(), (owed @ each).tolist(), heads.tolist(), strict=True)]
         most = (
