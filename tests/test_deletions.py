@@ -50,6 +50,7 @@ WRITES = {
     "files.replacing",
     "comm.health.flight_files.create",
     "comm.health.flight_files.claim",
+    "comm.health.flight_files.keep_open",
     "gemm.files.steps.new_file",
     "sweep.lines.append",
     "train.checkpoint.safetensors.write_tensors",

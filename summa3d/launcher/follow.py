@@ -47,7 +47,7 @@ def follow(command: Sequence[str], environ: Mapping[str, str]) -> int:
             folder = flight_files.new_folder()
             environ = {**environ, flight_files.VARIABLE: str(folder)}
         child = Child(command, environ, before)
-        first.follow(child.process.pid)
+        first.follow(child.process.pid, folder)
         alone = StrandedRanks(folder, ALONE if stopped.limit else 0.0)
         status = child.wait(stopped.look, alone.look)
         if status != 0:
@@ -68,18 +68,18 @@ def _ended(status: int, child: Child, first: FirstEnded, killed: bool, folder: P
 
     killed : whether this process has ended it, and said why
     """
-    interrupted = status == preemption.INTERRUPTED
-    if not killed and not any(folder.glob(f"{flight_files.CLAIM}*")):
-        ended = child.process.returncode
+    interrupted, ended = status == preemption.INTERRUPTED, child.process.returncode
+    reported = any(folder.glob(f"{flight_files.CLAIM}*"))
+    if not killed and not (reported and (child.asked or ended < 0)):
         if child.asked:
             yield f"summa3d launch: {child.asked.name} ended the job"
         elif ended < 0:
             who = f"the launcher (process {child.process.pid})"
             yield f"summa3d launch: {signal.Signals(-ended).name} ended {who}, and so the job"
-        elif ranks := first.ranks():
+        elif ranks := first.ranks(reported):
             how = "interrupted" if interrupted else "without a report"
             yield f"summa3d launch: {', '.join(ranks)} ended first, {how}"
-        elif sys.platform == "linux":
+        elif sys.platform == "linux" and not reported:
             yield f"summa3d launch: the launcher ended with status {ended} before a rank was seen"
     yield from told(folder, time.time(), LONG if interrupted else 0.0)
 

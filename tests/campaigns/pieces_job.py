@@ -1,7 +1,8 @@
 """Products in pieces, again and again, on ranks of which one strikes between two pieces; started by pieces.py.
 
 HOW WHO COUNT SEED: at the COUNT-th local product of rank WHO, it is killed or stopped, or raises; or only (`delays`) every rank
-sleeps now and then before one. The file `at` receives the time, and `rankN` each rank's process.
+sleeps now and then before one. If COUNT is odd, a rank that is killed is long in ending. The file `at` receives the time, and
+`rankN` each rank's process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from summa3d.layout import collect, distribute
 
 SIZES = (211, 197, 193)
 ROUNDS, SLEEP = 3, 0.002
+SLOW = 256 << 20
+"""Bytes that are freed in the end of a rank that is long in ending."""
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -31,7 +34,12 @@ class Between(Exception):
     """What a rank raises between two pieces."""
 
 
-def strike(how: str) -> None:
+def strike(how: str, slow: bool) -> None:
+    if how == "kill" and slow:  # MPI's launcher hears of the end before the lowest descriptor is closed, which takes long
+        file = os.memfd_create("slow")
+        os.posix_fallocate(file, 0, SLOW)
+        os.dup2(file, 0)
+        os.close(file)
     Path("at").write_text(str(time.time()))
     if how in SIGNALS:
         os.kill(os.getpid(), SIGNALS[how])
@@ -47,7 +55,7 @@ def plant(how: str, who: bool, count: int, chance: random.Random) -> None:
         if how == "delays" and chance.random() < 0.3:
             time.sleep(SLEEP * chance.random())
         if how != "delays" and who and calls[0] == count:
-            strike(how)
+            strike(how, slow=count % 2 == 1)
         accumulate(*arguments, **options)
 
     Workspace.accumulate = between  # type: ignore[method-assign]

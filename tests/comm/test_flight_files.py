@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import select
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import jobs
 import pytest
 
 from summa3d.comm.health import flight, flight_files, processes
+from summa3d.launcher import ended
 
 FAILS = """
 import sys
@@ -157,6 +162,34 @@ def test_a_record_replaces_one_of_a_process_that_is_gone(tmp_path: Path, which: 
     except FileExistsError:
         assert not replaced
     assert (file.read_bytes() != before) == replaced
+
+
+KEEPS = """
+import os, sys
+from pathlib import Path
+from summa3d.comm.health import flight_files
+flight_files.keep_open(Path(sys.argv[1]))
+input()
+os.kill(os.getpid(), 9)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody hears of it")
+def test_a_rank_that_ends_closes_its_record_before_an_older_connection(tmp_path: Path) -> None:
+    """By which MPI's launcher hears of the end, and ends the others: their records are closed later."""
+    (tmp_path / "3.flight").touch()
+    mine, other = socket.socketpair()
+    os.dup2(other.fileno(), 100)  # there are lower numbers that are free
+    other.close()
+    closings, order = ended.closings_in(tmp_path), select.epoll()
+    rank = subprocess.Popen([sys.executable, "-c", KEEPS, str(tmp_path / "3.flight")], pass_fds=[100], stdin=subprocess.PIPE)
+    os.close(100)
+    for descriptor in (mine.fileno(), closings):
+        order.register(descriptor, select.EPOLLIN)
+    with mine, order:
+        rank.communicate(b"\n")
+        assert [descriptor for descriptor, _ in order.poll()] == [closings, mine.fileno()]
+    assert ended.ended_in_order(closings) == [3]
 
 
 def test_an_older_jobs_watchdog_still_ends_it_when_another_job_has_begun(folder: Path) -> None:

@@ -245,6 +245,49 @@ def test_a_rank_that_a_launcher_killed_is_not_named_for_one_that_ended_of_itself
     )
 
 
+REPORTS = """
+import os, subprocess, sys
+RANK = '''
+import os, signal, sys
+from summa3d.comm.health import flight
+flight.start(rank := int(os.environ["PMI_RANK"]), 2)
+if os.fork() == 0:
+    os.read(int(sys.argv[1]), 1)  # until the launcher has ended
+    os._exit(0)
+print(flush=True)
+input()
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+flight.claim_node()
+flight.ends_others()
+os._exit(1)
+'''
+end, _ = os.pipe()
+ranks = [
+    subprocess.Popen(
+        [sys.executable, "-c", RANK, str(end)], env={**os.environ, "PMI_SIZE": "2", "PMI_RANK": str(rank)}, pass_fds=[end],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )
+    for rank in range(2)
+]
+for rank in ranks:
+    rank.stdout.readline()
+for rank in map(int, sys.argv[1]):
+    ranks[rank].stdin.write(b"\\n")
+    ranks[rank].stdin.flush()
+    ranks[rank].wait()
+sys.exit(9)
+"""
+
+
+@pytest.mark.parametrize("order", ["10", "01"])
+def test_a_rank_that_was_killed_before_another_reports_a_failure_is_named(capfd: pytest.CaptureFixture[str], order: str) -> None:
+    """Also where a process lives on that was forked from it. If the one that reports came first, it has ended the other."""
+    assert follow.follow([sys.executable, "-c", REPORTS, order], jobs.environment()) == 9
+    named = r"summa3d launch: rank 1 of 2 \(process \d+\) ended first, without a report\n"
+    assert re.fullmatch(named if order == "10" else "", capfd.readouterr().err)
+
+
 def test_a_launcher_that_ends_before_it_has_started_a_rank_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     assert follow.follow(["sh", "-c", "exit 3"], jobs.environment()) == 3
     assert capfd.readouterr().err == "summa3d launch: the launcher ended with status 3 before a rank was seen\n"

@@ -143,6 +143,7 @@ def abort(status: int) -> NoReturn:
     if has_peers():
         with contextlib.suppress(OSError):  # without a descriptor left, MPI adds its line behind ours
             os.dup2(os.open(os.devnull, os.O_WRONLY), STDERR)
+        flight.ends_others()
         MPI.COMM_WORLD.Abort(status)
     os._exit(status)
 

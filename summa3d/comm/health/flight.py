@@ -195,7 +195,29 @@ def start(rank: int, ranks: int) -> None:
     except OSError:  # a full or read-only folder is no reason to end a job that works
         return
     atexit.register(recorder.close)
+    with contextlib.suppress(OSError):  # no descriptor is left
+        _kept.append(flight_files.keep_open(recorder.file))
     flight_files.sweep(folder)
+
+
+_kept: list[int] = []
+"""The descriptor by which a launcher hears that this rank has ended."""
+
+
+def _in_fork() -> None:
+    """Have the end of a rank be heard while a process lives that was forked from it."""
+    while _kept:
+        os.close(_kept.pop())
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
+def ends_others() -> None:
+    """Tell a launcher that ranks which end from now on may have been ended by this one."""
+    if recorder is not None:
+        with contextlib.suppress(OSError):
+            os.utime(recorder.file)
 
 
 class Described(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ LIFETIME = 3600.0
 """Seconds after which the folder of a job that has ended otherwise than cleanly is swept up."""
 LIFETIME_ELSEWHERE = 30 * 86400.0
 """The same for a folder that a job of another node may use, whose processes cannot be seen."""
+ABOVE = 128
+"""Numbers between the descriptors that are open when a record begins and that of `keep_open`: MPI_Init may come later."""
 NAMES = 100
 """Names that are tried for a folder where others have taken the first ones."""
 HEADER = struct.Struct("<8sqqqqdd")
@@ -86,6 +89,20 @@ def create(file: Path) -> int:
             raise
         file.unlink()
         return os.open(file, flags, 0o600)
+
+
+def keep_open(file: Path) -> int:
+    """Open a rank's file once more, until its process ends, and return the descriptor: by that a launcher hears of the end first.
+
+    Linux closes the files of a process that ends from the highest descriptor down, and by one of the lower ones MPI's launcher
+    hears of the end, which kills the other ranks then.
+    """
+    kept = os.open(file, os.O_WRONLY | os.O_NOFOLLOW)
+    with contextlib.suppress(OSError):  # there are no such numbers here
+        higher = fcntl.fcntl(kept, fcntl.F_DUPFD_CLOEXEC, max(map(int, os.listdir("/proc/self/fd"))) + ABOVE)
+        os.close(kept)
+        return higher
+    return kept
 
 
 def _prefix() -> str:
