@@ -66,6 +66,7 @@ def test_a_job_that_fails_keeps_its_records_beside_a_users_folder_flight(folder:
         ended = launched(folder, "job.py", "fails")
         assert ended.status != 0
         assert "kept: summa3d doctor --flight flight-1\n" in ended.stderr
+        assert "ended first" not in ended.stderr, "the one that fails says why, and ends the other"
     assert files_of(folder / "flight") == {"data.csv": "my measurements"}
     assert {file.name for file in (folder / "flight-1").iterdir()} == {"0.flight", "1.flight", "ended"}
     assert not (folder / "flight-2").exists()

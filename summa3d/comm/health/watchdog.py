@@ -187,7 +187,6 @@ class NodeWatch:
             save_flight()
             sys.stderr.flush()
             time.sleep(TIME_TO_BE_HEARD)
-            flight.ends_others()
             for rank, kind in kinds.items():
                 if kind == STOPPED:  # hydra waits for it, where it has not initialized MPI
                     with contextlib.suppress(OSError):
