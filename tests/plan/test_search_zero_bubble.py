@@ -32,7 +32,7 @@ from summa3d.plan.search.export import configured
 from summa3d.plan.search.memory import _of_rank, memory
 from summa3d.plan.search.plans import ERAS, SCHEDULES, Era, OuterGrid, Plan, PlanTable, Space, columns, tiles
 from summa3d.plan.search.request import request
-from summa3d.plan.search.search import PlanSearch
+from summa3d.plan.search.search import NEAR, PlanSearch
 from summa3d.plan.search.stages import balanced, heaviest, homes_of, states
 from summa3d.plan.search.store import Store
 from summa3d.plan.search.timing import PlacedPlan, Times
@@ -161,6 +161,15 @@ def test_a_step_is_its_simulated_schedule_and_few_micro_batches_of_it_say_hardly
         ends = [forward[cell] + backward[cell] + weights[cell] for cell in (BLOCK, ENTER, LEAVE)]
         messages = 2 * (p * chunks - 1) - 2 * (chunks - 1)
         assert sum(whole.busy) == pytest.approx(m * (sum(layers) * ends[0] + ends[1] + ends[2] + messages * parts.send))
+
+
+def test_all_plans_are_simulated_whole_that_may_be_faster_than_the_last_one_that_is_kept() -> None:
+    """A pipeline whose stages have a layer or two is the least like some micro-batches of it."""
+    forward, backward, weights = ({ENTER: part, BLOCK: one, LEAVE: 0.01} for part, one in ((0.3, 0.84), (0.22, 0.73), (0.2, 0.6)))
+    topology = Topology({"dp": 1, "pp": 3}, ("dp", "pp"), {"dp": 1, "pp": 1})
+    parts = Durations(forward, backward, 0.05, 0.0, weights)
+    step = PlacedPlan(dict.fromkeys(forward, Cell()), topology, "zb-v", (2, 2, 2, 1, 1, 1), 9, parts=parts)
+    assert 1.02 < step.few(parts) / step.pipeline(CLUSTER) <= NEAR
 
 
 def test_only_what_the_library_builds_is_a_plan_and_all_of_it() -> None:

@@ -30,7 +30,7 @@ ProgressCallback = Callable[[int, int, int], None]
 EVERY = 0.5
 """Seconds between two reports."""
 TILE = ("tile", "grid.tile")
-NEAR = 1.015
+NEAR = 1.04
 """Plans whose estimate is within so much of the last one that is kept are simulated whole: it is at most so much too long."""
 IN_PIECES = 3
 """So many of the fastest plans are priced in pieces, too, where their grids leave a node."""
@@ -261,7 +261,7 @@ class PlanSearch:
 
     def _found(self) -> Found:
         ranked = sorted(self._kept.items(), key=lambda item: (item[1], str(item[0])))
-        chosen = [plan for plan, seconds in ranked[: 2 * self.top] if seconds <= NEAR * ranked[: self.top][-1][1]]
+        chosen = [plan for plan, seconds in ranked if seconds <= NEAR * ranked[: self.top][-1][1]]
         for family in FAMILIES:
             chosen += [plan for plan, _ in ranked if plan.family == family][:1]
         fastest, on_devices = lambda item: (item.seconds, str(item.plan)), self.space.device == "cuda"
