@@ -113,7 +113,7 @@ def _together(every: Iterable[Moved]) -> list[Moved]:
     """Communications that move something, those of a collective along an axis as one, but for chains, whose sizes matter."""
     result: dict[object, Moved] = {}
     for number, item in enumerate(entry for entry in every if entry.size > 0):
-        key = (item.axis, item.name, item.ahead, number if item.name in CHAINS else -1)
+        key = (item.axis, item.name, number if item.name in CHAINS else -1)
         before = result.get(key, item._replace(size=0.0, many=0))
         result[key] = item._replace(size=item.size + before.size, many=item.many + before.many)
     return list(result.values())
@@ -158,7 +158,7 @@ class Bounds:
     def __init__(self, times: Times) -> None:
         self.times, self.cluster = times, times.cluster
         self._alone: dict[object, SingleRankWork] = {}
-        self._parts: dict[object, Mapping[str, Numeric]] = {}
+        self._blocks: dict[object, float] = {}
         self._work: dict[object, tuple[dict[str, Numeric], float, list[Moved]]] = {}
 
     # -- bytes
@@ -239,14 +239,11 @@ class Bounds:
         shards = rows.copies[at] if rows.era.zero[saving[1]] == 3 else 1
         parts, elements, beside = self._computed(inner, sizes, rows.share[at], shards, rows.total)
         split = _split(inner, parts, elements, rows.chunks[at])
-        every = [*moved(inner, sizes, rows.share[at] * inner.model.sequence, inner.own_experts)]
+        every = moved(inner, sizes, rows.share[at] * inner.model.sequence, inner.own_experts)
         around = *beside, *_dispatched(inner, rows.share[at], rows.ranks[at]), *_gathered(inner, rows.ranks[at], shards)
         fastest = min(1 / (level.ports * level.bandwidth) for level in self.cluster.levels)
-        waited, ahead = (fastest * sum(item.size for item in around if item.ahead == early) for early in (False, True))
-        ports, _ = self._anywhere(sizes, [item for item in every if not item.ahead])
-        used, streams = self._anywhere(sizes, every)
-        busy = np.maximum(np.maximum(used, streams), ahead)
-        parts = _behind(parts, parts[BLOCK] + ports + waited, busy, (*every, *around))
+        ports = self._anywhere(sizes, [item for item in every if not item.ahead])
+        parts[BLOCK] = parts[BLOCK] + ports + fastest * sum(item.size for item in around if not item.ahead)
         return _closed(parts, split, rows.pp[at], rows.micro_batches[at], [column[at] for column in rows.layers])
 
     def placed(self, plan: Plan, placements: Sequence[Plan]) -> list[float]:
@@ -257,27 +254,28 @@ class Bounds:
             *computed, beside = self._computed(plan.inner, shape, share, plan.inner.replicas, plan.stage_ranks * plan.pp)
             within = moved(plan.inner, shape, share * plan.inner.model.sequence, plan.inner.own_experts)
             others = *_dispatched(plan.inner, share, plan.inner.ranks), *_gathered(plan.inner, plan.inner.ranks, plan.copies)
-            self._work[key] = *computed, _together((*within, *beside, *others))
+            waited = _together(item for item in (*within, *beside, *others) if not item.ahead)
+            self._work[key] = *computed, waited
         parts, elements, _ = self._work[key]
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
         split = _split(plan.inner, parts, elements, plan.chunks)
-        return [float(_closed(self._placed(item), split, plan.pp, plan.micro_batches, stages)) for item in placements]
+        blocks = map(self._block, placements)
+        return [float(_closed({**parts, BLOCK: block}, split, plan.pp, plan.micro_batches, stages)) for block in blocks]
 
-    def _placed(self, plan: Plan) -> Mapping[str, Numeric]:
-        """Seconds of each cell of a placement."""
+    def _block(self, plan: Plan) -> float:
+        """Seconds of a block of a placement."""
         key = self.times.key(plan)
-        if key not in self._parts:
+        if key not in self._blocks:
             parts, elements, every = self._work[plan.inner, plan.units]
-            prices, waited, streams = self.times.prices_of(plan), float(parts[BLOCK]), dict[str, float]()
+            prices, seconds = self.times.prices_of(plan), float(parts[BLOCK])
             for term in every:
                 fixed, moving = self._seconds(prices, term)
-                waited += 0.0 if term.ahead else moving + (fixed if term.waited else 0.0)
-                streams[term.axis] = streams.get(term.axis, 0.0) + fixed + moving
+                seconds += moving + (fixed if term.waited else 0.0)
             if plan.inner.replicas > 1:  # whose sums may run behind element-wise work
                 sums = Moved(plan.inner.plane, "reduce_scatter", _shared(plan.inner, plan.inner.ranks, plan.copies), 4)
-                waited += max(0.0, self._seconds(prices, sums)[1] - elements)
-            self._parts[key] = _behind(parts, waited, max(streams.values(), default=0.0), every)
-        return self._parts[key]
+                seconds += max(0.0, self._seconds(prices, sums)[1] - elements)
+            self._blocks[key] = seconds
+        return self._blocks[key]
 
     def _computed(
         self, inner: StageGrid, sizes: Mapping[str, Numeric], rows: Numeric, shards: Numeric, ranks: int
@@ -382,8 +380,8 @@ class Bounds:
         fixed, moving = prices.move(move(place.name, place.axis, words, "float32"))
         return place.many * fixed, place.many * moving
 
-    def _anywhere(self, sizes: Mapping[str, Numeric], every: Sequence[Moved]) -> tuple[Numeric, Numeric]:
-        """Seconds for which communications use ports, and for which the busiest axis is in use, at least, wherever ranks lie.
+    def _anywhere(self, sizes: Mapping[str, Numeric], every: Sequence[Moved]) -> Numeric:
+        """Seconds for which communications use ports, and of the hops of those that are waited for, at least, wherever ranks lie.
 
         Ports between nodes of s ranks carry their fair share. Of an axis whose rings have k members in a node, s/k rings leave
         it. The k of all axes multiply to s at most (Loomis and Whitney), and of what does not leave the node it is the size of
@@ -392,15 +390,14 @@ class Bounds:
         """
         levels = self.cluster.levels
         if len(levels) < 2 or self.cluster["host.slots"]:
-            return 0.0, 0.0
+            return 0.0
         hop, launch = min(level.latency for level in levels), self.cluster["collectives.launch"]
         nothing = 0.0 * next(iter(sizes.values()))
-        volumes, streams, waited = (dict.fromkeys(sizes, nothing) for _ in range(3))
+        volumes, fixed = dict.fromkeys(sizes, nothing), nothing
         for item in every:
-            axis, of = item.axis, waited if item.waited else streams
-            volumes[axis] = volumes[axis] + item.size
-            hops = (launch + hop * (sizes[axis] - 1) * (item.name != "all_reduce")) * (item.size > 0) * item.many
-            of[axis] = of[axis] + hops
+            volumes[item.axis] = volumes[item.axis] + item.size
+            hops = (launch + hop * (sizes[item.axis] - 1) * (item.name != "all_reduce")) * (item.size > 0) * item.many
+            fixed = fixed + hops * item.waited
         node, port = levels[-2].size, levels[-1]
         fastest = min(1 / level.bandwidth for level in levels) * sum(volumes.values())
         least: Numeric = np.inf
@@ -414,8 +411,7 @@ class Bounds:
             mean = many * (prod(np.where(item > 0, item, 1.0) for item in out) / share) ** (1 / many) * (sum(out) > 0)
             taken = np.maximum(mean, sum(out) / node) * node / (port.ports * port.bandwidth)
             least = np.minimum(least, np.where(fits & (share >= 1), taken, np.inf))
-        fixed = sum(waited.values())
-        return np.maximum(fastest, least) + fixed, np.max([streams[axis] + waited[axis] for axis in sizes], axis=0)
+        return np.maximum(fastest, least) + fixed
 
 
 def _gathered(inner: StageGrid, ranks: Numeric, copies: Numeric) -> Iterator[Moved]:
@@ -453,16 +449,6 @@ def _top(cells: Cells, units: Numeric) -> Numeric:
         top = np.maximum(top, net + piece.top.at(units))
         net = net + piece.net.at(units)
     return top
-
-
-def _behind(parts: Mapping[str, Numeric], waited: Numeric, busy: Numeric, every: Iterable[Moved]) -> dict[str, Numeric]:
-    """Seconds of cells, of a block whose `waited` seconds nothing runs behind, and which uses an axis or ports for so many.
-
-    The first and the last block of a pass may do with less: what is beside them hides their gathers, if any begin early.
-    """
-    late = np.maximum(0.0, busy - waited)
-    ends = late * any(item.ahead for item in every)
-    return {BLOCK: waited + late, ENTER: parts[ENTER] - ends, LEAVE: parts[LEAVE] - ends}
 
 
 class SplitPasses(NamedTuple):
