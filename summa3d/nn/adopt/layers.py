@@ -95,16 +95,16 @@ class WholeHeads:
     def __init__(self, scheme: Context, layout: Layout, heads: SharedHeads, outputs: int) -> None:
         self.outputs = outputs
         self.heads, self.run = heads, scheme.grid.contiguous_sub_axis(layout.dims[-1], heads.sharing)
+        self._pieces = [heads.size // heads.sharing] * heads.sharing
         self._row_shards = layout.num_shards(0, scheme.scheme.shape)
 
     def words(self, rows: int) -> int:
         """The words that a rank receives in the forward of so many rows (batch · sequence)."""
-        return self.outputs * rows // self._row_shards * (self.heads.size - self.heads.size // self.heads.sharing)
+        return self.outputs * rows // self._row_shards * sum(self._pieces[1:])
 
     def __call__(self, pieces: Tensor) -> Tensor:
         """This rank's head, of which `pieces` has a part of the last dim."""
-        sizes = [self.heads.size // self.run.size] * self.run.size
-        return all_gather(pieces, self.run, pieces.dim() - 1, sizes)
+        return all_gather(pieces, self.run, pieces.dim() - 1, self._pieces)
 
     def follow(self, layer: nn.Module) -> None:
         """Do so with all that a layer returns."""
@@ -130,9 +130,8 @@ class FusedParts(nn.Module):
         """This rank's blocks of all parts, side by side."""
         blocks = list(self.joined(x))
         if self.whole is not None:
-            columns = self.whole.heads.heads * self.whole.heads.size
             pairs = zip(blocks, self.joined.linears, strict=True)
-            blocks = [self.whole(block) if part.n == columns else block for block, part in pairs]
+            blocks = [self.whole(block) if part.n == self.whole.heads.columns else block for block, part in pairs]
         return torch.cat(blocks, -1)
 
     def extra_repr(self) -> str:

@@ -25,7 +25,7 @@ from .model import adopt_class
 from .norms import recognise
 from .probe import compare, record
 from .report import AdoptedLayer, Adoption
-from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, plan_of, styles_of
+from .roles import FIRST, HEAD, KEPT, SECOND, STYLES, owner_of, plan_of, styles_of
 from .sizes import check_needs, check_scheme, of_batch, of_heads, shared_heads
 from .source import config_number
 from .stand_in import StandsIn
@@ -187,7 +187,7 @@ class _Adopter:
         roles = {name: STYLES[style] for name, style in self.styles.items() if STYLES[style] != KEPT}
         if self.head is not None:
             roles[self.head] = HEAD
-        return {self.canonical[id(self.modules[name].weight)].rpartition(".")[0]: role for name, role in roles.items()}
+        return {owner_of(self.canonical[id(self.modules[name].weight)]): role for name, role in roles.items()}
 
     def replace(self, uses: Uses) -> None:
         """Replace every layer; all is checked before the first one changes."""
@@ -218,12 +218,12 @@ class _Adopter:
         for name, heads in shared_heads(uses.heads, num_shards).items():
             layer, new = made[name], partial(WholeHeads, self.scheme, self.inner, heads)
             if isinstance(layer, FusedParts):
-                layer.whole = shared[name] = new(sum(part.n == heads.heads * heads.size for part in layer.joined.linears))
+                layer.whole = shared[name] = new(sum(part.n == heads.columns for part in layer.joined.linears))
             elif len(uses.heads[name]) == 1:
                 shared[name] = new(1)
                 shared[name].follow(layer)
         count = config_number(self.config, "num_key_value_heads")
-        unknown = {_owner_of(name) for name in uses.heads} - {_owner_of(name) for name in shared}
+        unknown = {owner_of(name) for name in uses.heads} - {owner_of(name) for name in shared}
         if count and count % num_shards and (unknown or not shared):
             why = f"{min(unknown, default='Attention')} cuts k and v in a way that is not known, so that ranks do not share one."
             check_needs(self.scheme, [Need("num_key_value_heads", count, self.inner.dims[-1], why)])
@@ -304,7 +304,7 @@ class _Adopter:
             raise ConfigError(f"the head {name} is a {type(old).__name__}; heads are torch.nn.Linear.")
         new = VocabularyHead(old.out_features, old.in_features, self.at(name), old.weight.dtype, old.bias is not None)
         _fill(new, dict(old.named_parameters()))
-        table = made.get(self.canonical[id(old.weight)].rpartition(".")[0])
+        table = made.get(owner_of(self.canonical[id(old.weight)]))
         if isinstance(table, TokenTable):
             new.weight = table.weight
         self.module.loss_function = loss_of(self.scheme, new.logits_layout, self._check_alone)  # type: ignore[assignment]
@@ -338,7 +338,7 @@ class _Adopter:
         kept: dict[str, Sequence[str]] = {}
         sizes = {1, *([d] if (d := self._head_size()) else [])}
         for name, p in self.module.named_parameters():
-            owner = name.rpartition(".")[0]
+            owner = owner_of(name)
             if owner in made:
                 continue
             places = uses.places.get(name, set())
@@ -362,10 +362,10 @@ class _Adopter:
         num_shards = self.scheme.columns(self.inner).size
         rows = StandsIn(*_row_shards(self.scheme))
         owners: dict[str, list[nn.Module]] = {}
-        one_of = {_owner_of(name): whole.heads.heads for name, whole in shared.items()}
+        one_of = {owner_of(name): whole.heads.heads for name, whole in shared.items()}
         for name, style in self.styles.items():
             if STYLES[style] == FIRST:
-                owners.setdefault(name.rpartition(".")[0], []).append(made[name])
+                owners.setdefault(owner_of(name), []).append(made[name])
         for name, linears in owners.items():
             owner: Any = self.modules[name]
             if self.config is not None and rows.stream != rows.heads:
@@ -385,11 +385,6 @@ class _Adopter:
                         setattr(item, key, 1)
                 if isinstance(queries := vars(item).get(QUERIES_OF_ONE), int) and name in one_of:
                     setattr(item, QUERIES_OF_ONE, queries * one_of[name] // num_shards)
-
-
-def _owner_of(name: str) -> str:
-    """The module that holds a layer."""
-    return name.rpartition(".")[0]
 
 
 def _row_shards(scheme: Context) -> tuple[int, int]:

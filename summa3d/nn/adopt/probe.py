@@ -63,18 +63,23 @@ def _run_together(module: nn.Module, inputs: Any, grid: BaseGrid, outputs: Outpu
         return _run(module, inputs)
     except AgreementError as error:
         raise ConfigError(f"the probe: some ranks go on where others do not, as their blocks differ. {error}") from error
-    except Exception as error:  # of the module's own code, or of a layer that it gives a block of another size
-        if isinstance(error, Summa3dError) and not isinstance(error, ShapeError):
-            raise
-        behind = f" behind {outputs[-1][0]}" if outputs else ""
-        said = f"the probe ends on a rank's block{behind}, where code reads a size or a weight by itself: {error}"
-        if isinstance(error, ShapeError):  # a product's, which has been compared
-            raise ConfigError(said) from error
+    except ShapeError as error:  # of a product, which has compared it over the ranks
+        raise ConfigError(_ends(outputs, error)) from error
+    except Summa3dError:
+        raise
+    except Exception as error:  # of the module's own code
+        said = _ends(outputs, error)
         try:
             agree_on_call(grid, "the probe", {}, problem=type(error).__name__)
         except AgreementError as others:
             raise ConfigError(f"{said}\n  {others}") from error
         raise ConfigError(said) from error
+
+
+def _ends(outputs: Outputs, error: Exception) -> str:
+    """Message of a pass that ends with an error behind the last of these outputs."""
+    behind = f" behind {outputs[-1][0]}" if outputs else ""
+    return f"the probe ends on a rank's block{behind}, where code reads a size or a weight by itself: {error}"
 
 
 def _gradients(module: nn.Module, result: Tensor, upstream: Tensor) -> dict[str, Tensor]:

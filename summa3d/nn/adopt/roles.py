@@ -46,6 +46,11 @@ def plan_of(module: nn.Module) -> dict[str, str]:
     return {**body, **(top or {})}
 
 
+def owner_of(name: str) -> str:
+    """Name of the module that holds a module or parameter."""
+    return name.rpartition(".")[0]
+
+
 def _matches(pattern: str, name: str) -> bool:
     """Tell whether the last components of a module's name are those of the pattern, where * is anything but a dot."""
     return re.search(r"(^|\.)" + re.escape(pattern).replace(r"\*", r"[^.]*") + "$", name) is not None

@@ -14,6 +14,7 @@ from ...errors import LayoutError
 from ..context import Context
 from ..schemes.registry import SCHEME_SPECS
 from ..schemes.validate import Need
+from .roles import owner_of
 
 
 def check_scheme(scheme: Context) -> None:
@@ -54,6 +55,11 @@ class SharedHeads(NamedTuple):
     size: int
     sharing: int
 
+    @property
+    def columns(self) -> int:
+        """Columns of all of them."""
+        return self.heads * self.size
+
 
 def sharing_of(heads: int, size: int, num_shards: int) -> int:
     """Number of ranks that hold a head together: 1 where each has whole ones, 0 where they would have unlike parts."""
@@ -91,13 +97,12 @@ def shared_heads(cuts: Mapping[str, Collection[tuple[int, int]]], num_shards: in
     """
     queries: dict[str, int] = {}
     for name, own in cuts.items():
-        owner = name.rpartition(".")[0]
-        queries[owner] = max(queries.get(owner, 0), *(heads for heads, _ in own))
+        queries[owner_of(name)] = max(queries.get(owner_of(name), 0), *(heads for heads, _ in own))
     result: dict[str, SharedHeads] = {}
     for name, own in cuts.items():
         for heads, size in own:
             sharing = sharing_of(heads, size, num_shards)
-            if sharing > 1 and heads < queries[name.rpartition(".")[0]]:
+            if sharing > 1 and heads < queries[owner_of(name)]:
                 result[name] = SharedHeads(heads, size, sharing)
     return result
 

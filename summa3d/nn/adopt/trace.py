@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from ...errors import ConfigError, Summa3dError
-from .roles import FIRST, HEAD, SECOND
+from .roles import FIRST, HEAD, SECOND, owner_of
 
 IDS, STREAM, FLAT, HEADS, LOGITS = "ids", "the residual stream", "between two linears", "heads", "logits"
 """Places of a tensor. FLAT is a first linear's output as it is, whose last dim is split; HEADS what was reshaped of it."""
@@ -101,7 +101,8 @@ class _Trace(TorchFunctionMode):
         layer = frozenset[str]()
         used = [self.names[id(tensor)] for tensor in tensors if id(tensor) in self.names]
         if func is functional.linear and used:
-            place, layer, used = self._linear(args, kwargs, used[0]), frozenset({used[0].rpartition(".")[0]}), []
+            layer, used = frozenset({owner_of(used[0])}), []
+            place = self._linear(args, kwargs, *layer)
         elif func is functional.embedding and used:
             place, used = self._embedding(args, kwargs, used[0], outs[0]), []
         else:
@@ -140,9 +141,9 @@ class _Trace(TorchFunctionMode):
             return HEADS
         return next(iter(split), IDS if IDS in places else None)
 
-    def _linear(self, args: Any, kwargs: Any, weight: str) -> str:
+    def _linear(self, args: Any, kwargs: Any, layer: str) -> str:
         x = args[0] if args else kwargs["input"]
-        place, layer = getattr(x, "_place", None), weight.rpartition(".")[0]
+        place = getattr(x, "_place", None)
         role = self.roles.get(layer)
         if role is None:
             self.refuse(
@@ -169,7 +170,7 @@ class _Trace(TorchFunctionMode):
         of_ids = getattr(x, "_place", None) == IDS
         if not of_ids and not (x.dim() == 1 or x.shape[0] == 1):
             self.refuse(f"{weight} is read at indices that are neither ids nor the positions of one sequence.")
-        self.uses.tables[weight.rpartition(".")[0]] = of_ids
+        self.uses.tables[owner_of(weight)] = of_ids
         return STREAM
 
     def _check(self, name: str, place: str | None, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
