@@ -103,14 +103,18 @@ HALVED = {"up": "first", "down": "second"}
 
 
 class Halved(nn.Module):
-    """Two halves of what is between two linear layers, which are no heads."""
+    """Two halves of what is between two linear layers, which are no heads; with `whole` it is taken for the whole width."""
 
-    def __init__(self):
+    def __init__(self, whole=False):
         super().__init__()
-        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
+        n = 10 if whole else 16
+        self.up, self.down, self.whole = nn.Linear(12, n), nn.Linear(n, 12), whole
 
     def forward(self, x):
-        return self.down(self.up(x).unflatten(-1, (2, -1)).tanh().flatten(-2))
+        between = self.up(x)
+        if self.whole:
+            return self.down(between.reshape(len(x), -1, 10).tanh())
+        return self.down(between.unflatten(-1, (2, -1)).tanh().flatten(-2))
 
 
 class Grouped(nn.Module):
@@ -544,3 +548,5 @@ def test_a_module_of_ones_own_is_compared_with_itself_unsplit(make_grid):
         )
     reads_a_size = Blocks(scaled=True).double()
     refused(ConfigError, "first in the output of down.0, a Linear", reads_a_size, scheme("oned", make_grid(y=4)), plan=PLAN)
+    ends = "the probe ends on a rank's block behind up"  # where its code raises, and where a product refuses what it gives it
+    refused(ConfigError, ends, Halved(whole=True).double(), scheme("oned", make_grid(y=4)), plan=HALVED)
