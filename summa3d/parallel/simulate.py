@@ -153,9 +153,9 @@ def time_of(events: Events, of_stages: Mapping[tuple[str, int], float]) -> float
     """Time at which the last op ends, as `ScheduleTimeline.time`, of events whose (kind, stage) take so long."""
     ends = [0.0]
     end = ends.append
-    for kind, own, given in zip(events.kinds, events.own, events.given, strict=True):
+    for taken, own, given in zip(map(of_stages.__getitem__, events.kinds), events.own, events.given, strict=True):
         before, made = ends[own], ends[given]
-        end((before if before > made else made) + of_stages[kind])
+        end((before if before > made else made) + taken)
     return max(ends)
 
 

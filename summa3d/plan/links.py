@@ -144,7 +144,10 @@ def busy_ports(topology: Topology, flights: Sequence[tuple[str, str]], levels: S
     ]
     sent, received = np.array([end[0] for end in ends]).round(DIGITS), np.array([end[1] for end in ends]).round(DIGITS)
     result: dict[PortUse, None] = {}
-    for port in np.flatnonzero((sent > 0).any(0) | (received > 0).any(0)):
+    used = np.flatnonzero((sent > 0).any(0) | (received > 0).any(0))
+    levels_of = flows[0].level_of_port[used]
+    _, first = np.unique(np.vstack([levels_of, sent[:, used], received[:, used]]), axis=1, return_index=True)
+    for port in used[np.sort(first)]:
         level = int(flows[0].level_of_port[port])
         for both_ways, loads in ((False, sent[:, port]), (False, received[:, port]), (True, sent[:, port] + received[:, port])):
             result[PortUse(level, both_ways, tuple(loads.tolist()))] = None

@@ -47,6 +47,18 @@ class Edge(NamedTuple):
     latency: float
 
 
+class Chain(NamedTuple):
+    """What a chain costs from so many roots: seconds per byte of its slowest port, and its edges.
+
+    edges : of each level that has some, how many, the seconds of a hop, the most bytes on a port for one of an edge, at least 1,
+    and seconds per byte
+    """
+
+    roots: int
+    slowest: float
+    edges: tuple[tuple[int, float, float, float], ...]
+
+
 class Prices:
     """Prices of operations where the ranks of `topology` are consecutive ranks of `cluster`.
 
@@ -69,6 +81,9 @@ class Prices:
         self._edges[0] = Edge(inner.one_way * self._crowding, inner.both_ways * self._crowding, inner.latency * self._crowding)
         if cluster["host.shared"]:
             self._edges[0] = Edge(0.0, 0.0, self._edges[0].latency)
+        self._chunk = cluster["collectives.chunk"]
+        self._members: dict[str, int] = {}
+        self._chains: dict[str, list[Chain]] = {}
         self._flop: dict[str, float] = {}
         self._speeds: dict[tuple[tuple[str, str], ...], tuple[float, ...]] = {}
         self._rates: dict[tuple[str, str], tuple[float, float]] = {}
@@ -116,9 +131,15 @@ class Prices:
         computed = op.flops * padded * (op.n + self.cluster["attention.half"]) / op.n / (self.cluster.peak(dtype) * part)
         return computed * self._crowding + self._launches["product"]
 
+    def members(self, axis: str) -> int:
+        """The ranks of each group of an axis or a plane."""
+        if axis not in self._members:
+            self._members[axis] = group_size(self.topology.shape, axis)
+        return self._members[axis]
+
     def move(self, op: Op) -> tuple[float, float]:
         """Seconds of a communication's hops and launch, and of its volume: the words received, of a broadcast the message."""
-        members = group_size(self.topology.shape, op.axis)
+        members = self.members(op.axis)
         if members == 1 or op.words == 0:
             return 0.0, 0.0
         volume = float(op.words * dtype_of(op.dtype).nbytes)
@@ -209,12 +230,18 @@ class Prices:
 
     def _chain(self, axis: str, message: float) -> tuple[float, float]:
         """Seconds until a chain is filled and of its message, which it forwards chunk after chunk; the mean over all roots."""
-        result = self._loads_of(axis, "chain")
-        chunk = min(self.cluster["collectives.chunk"], message)
+        if axis not in self._chains:
+            self._chains[axis] = [self._chain_of(load, roots) for load, roots in self._loads_of(axis, "chain")]
+        chunk = min(self._chunk, message)
         filled = moved = 0.0
-        for load, roots in result:
-            ports = zip(load.hops, load.one_way, self._edges, strict=True)
-            filled += roots * sum(hops * (edge.latency + chunk * max(1.0, port) * edge.one_way) for hops, port, edge in ports)
-            moved += roots * message * self._slowest(load)
-        count = sum(roots for _, roots in result)
+        count = 0
+        for roots, slowest, edges in self._chains[axis]:
+            filled += roots * sum(hops * (latency + chunk * wide * rate) for hops, latency, wide, rate in edges)
+            moved += roots * message * slowest
+            count += roots
         return filled / count, moved / count
+
+    def _chain_of(self, load: Load, roots: int) -> Chain:
+        edges = zip(load.hops, load.one_way, self._edges, strict=True)
+        used = tuple((hops, edge.latency, max(1.0, port), edge.one_way) for hops, port, edge in edges if hops)
+        return Chain(roots, self._slowest(load), used)

@@ -57,11 +57,11 @@ class TransfersInFlight:
         self.queues: dict[str, deque[Transfer]] = {}
         self.ends: dict[int, float] = {}
 
-    def issue(self, op: Op, now: float) -> None:
-        """Begin a communication at `now`, or once its axis is free."""
+    def issue(self, op: Op, now: float, parts: tuple[float, float]) -> None:
+        """Begin a communication at `now`, or once its axis is free; `parts` are its seconds without and with ports in use."""
         self.advance(until=now)
         self.now = now
-        self.queues.setdefault(op.axis, deque()).append(Transfer(op.id, (op.axis, pattern_of(op)), *self.prices.parts(op)))
+        self.queues.setdefault(op.axis, deque()).append(Transfer(op.id, (op.axis, pattern_of(op)), *parts))
 
     def advance(self, number: int | None = None, until: float = float("inf")) -> None:
         """Go on until a communication has ended, or until a time."""
@@ -119,8 +119,9 @@ def replay_in_turn(traces: Sequence[Iterable[Op]], prices: Prices) -> list[Repla
 
         for op in trace:
             if op.kind == "move":
-                span.moved[op.axis] = span.moved.get(op.axis, 0.0) + prices.seconds(op)
-                network.issue(op, now)
+                parts = prices.parts(op)
+                span.moved[op.axis] = span.moved.get(op.axis, 0.0) + sum(parts)
+                network.issue(op, now, parts)
                 flying[op.id] = op.axis
             elif op.kind == "wait":
                 if op.id in flying:

@@ -17,7 +17,7 @@ from ...nn.schemes.registry import SERIAL, row_axes
 from ...parallel.outer import SEARCHED
 from ...train.config import master_dtype
 from ..cells import BLOCK
-from ..links import group_size, part_of
+from ..links import part_of
 from ..price import CHAINS, Prices, move
 from .cells import PASSES, Cells, StageGrid
 from .memory import in_pipe, kept_per_element, summed
@@ -259,8 +259,9 @@ class Bounds:
         parts, elements, _ = self._work[key]
         stages = plan.layers_of(0), plan.layers_of(plan.pp - 1), min(plan.layers), int(plan.homes[-1] == 0)
         split = _split(plan.inner, parts, elements, plan.chunks)
-        blocks = map(self._block, placements)
-        return [float(_closed({**parts, BLOCK: block}, split, plan.pp, plan.micro_batches, stages)) for block in blocks]
+        blocks = np.array([self._block(item) for item in placements])
+        result: list[float] = _closed({**parts, BLOCK: blocks}, split, plan.pp, plan.micro_batches, stages).tolist()
+        return result
 
     def _block(self, plan: Plan) -> float:
         """Seconds of a block of a placement."""
@@ -374,7 +375,7 @@ class Bounds:
 
     def _seconds(self, prices: Prices, place: Moved) -> tuple[float, float]:
         """Seconds of launches and hops, and of volume, of communications along an axis whose links are known."""
-        members = group_size(prices.topology.shape, place.axis)
+        members = prices.members(place.axis)
         of_message = members / (members - 1) if place.name == "broadcast" else 1.0  # whose words are those that its root sends
         words: Any = of_message * place.size / place.many / dtype_of("float32").nbytes  # mostly no whole number
         fixed, moving = prices.move(move(place.name, place.axis, words, "float32"))

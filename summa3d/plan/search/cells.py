@@ -271,7 +271,7 @@ class Cells:
     def in_order(self, way: str, units: int) -> list[tuple[str, tuple[Op, ...]]]:
         """The cell and the operations of each stretch of a pass, of a micro-batch of `units` units."""
         known = cache(lambda kind: self.kinds[kind].at(units))
-        return [(pass_.cell, tuple(known(kind)._replace(id=number) for kind, number in pass_.ops)) for pass_ in self.passes[way]]
+        return [(pass_.cell, tuple(_numbered(known(kind), number) for kind, number in pass_.ops)) for pass_ in self.passes[way]]
 
     def prefetched(self, units: int) -> int:
         """The most bytes that a block leaves on their way to the next one."""
@@ -285,7 +285,11 @@ class Cells:
     def trace(self, cell: str, way: str, units: int) -> tuple[Op, ...]:
         """The operations of a cell in one pass, of a micro-batch of `units` units."""
         ops = {kind: self.kinds[kind].at(units) for kind in self.counts[cell, way]}
-        return tuple(ops[kind]._replace(id=number) for kind, number in self.numbered(cell, way))
+        return tuple(_numbered(ops[kind], number) for kind, number in self.numbered(cell, way))
+
+
+def _numbered(op: Op, number: int) -> Op:
+    return op if number == op.id else op._replace(id=number)
 
 
 class TracedCells(NamedTuple):

@@ -116,8 +116,8 @@ def _of_rank(plan: Plan, cells: Cells, units: int, rank: int, muon: MuonStep | N
     kinds = [(held // chunks, plan.copies)]
     if plan.copies != plan.expert_copies:
         kinds = [((held - experts) // chunks, plan.copies), (experts // chunks, plan.expert_copies)]
-    backwards = range(min(plan.micro_batches, 1 + BUCKETS_IN_FLIGHT) if plan.zero == 2 else 0)
-    sums, buckets = [summed(plan.inner, kinds, plan.inner.ranks, number) for number in backwards], 0
+    backwards = np.arange(min(plan.micro_batches, 1 + BUCKETS_IN_FLIGHT) if plan.zero == 2 else 0)
+    sums, buckets = np.transpose(summed(plan.inner, kinds, plan.inner.ranks, backwards) if len(backwards) else ()), 0
     if plan.inner.split:
         activations, top, buckets = _peaks(plan, rank, *map(np.array, (nets, tops, sums)))
     else:

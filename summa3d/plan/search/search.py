@@ -100,6 +100,7 @@ class PlanSearch:
     _schemes: list[PlanTable] = field(default_factory=list)
     _failed: list[dict[MemoryOption, Any]] = field(default_factory=list)
     _known: dict[Plan, float] = field(default_factory=dict)
+    _held: dict[Plan, Memory] = field(default_factory=dict)
     _bounds: Bounds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,8 +246,11 @@ class PlanSearch:
                 self._cutoff = nsmallest(self.top, self._kept.values())[-1]
 
     def memory(self, plan: Plan) -> Memory:
-        """The bytes of a plan's fullest rank."""
-        return memory(plan, *self.times.store.cells(plan.inner, plan.units), self.times.muon(plan))
+        """The bytes of a plan's fullest rank, wherever its ranks lie."""
+        plan = replace(plan, tile=())
+        if plan not in self._held:
+            self._held[plan] = memory(plan, *self.times.store.cells(plan.inner, plan.units), self.times.muon(plan))
+        return self._held[plan]
 
     def _overlapped(self, plan: Plan, seconds_of: Callable[[Plan], float]) -> Iterator[tuple[float, Plan, Memory]]:
         """The plan, and the same with more and more behind arithmetic: as long as that gains, and fits."""

@@ -56,13 +56,12 @@ def header(inner: StageGrid, single: bool) -> dict[str, Any]:
 
 def file_of(inner: StageGrid, single: bool) -> Path:
     """The file of cells: named by its header."""
-    return folder() / _name_of(inner, single)
+    return folder() / f"{hashlib.sha256(_header(inner, single).encode()).hexdigest()[:32]}.json"
 
 
 @cache
-def _name_of(inner: StageGrid, single: bool) -> str:
-    text = json.dumps(header(inner, single), sort_keys=True)
-    return f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+def _header(inner: StageGrid, single: bool) -> str:
+    return json.dumps(header(inner, single), sort_keys=True)
 
 
 class Store:
@@ -160,7 +159,7 @@ def _end_with(sentinel: int) -> None:
 def kept(inner: StageGrid, single: bool) -> tuple[Cells | None, list[str]]:
     """The cells, traced now and kept on disk; and what is to be said of that. Raises as `traced`."""
     result = traced(inner, single)
-    body = {"header": header(inner, single), "cells": None if result is None else _to_json(result)}
+    body = {"header": json.loads(_header(inner, single)), "cells": None if result is None else _to_json(result)}
     file = file_of(inner, single)
     try:
         _write(file, json.dumps(body, separators=(",", ":")))
@@ -172,7 +171,7 @@ def kept(inner: StageGrid, single: bool) -> tuple[Cells | None, list[str]]:
 def _read(inner: StageGrid, single: bool) -> Cells | None:
     """The cells that are kept on disk. Raises FileNotFoundError, and ValueError and others for a damaged file."""
     whole = read_json(file_of(inner, single))
-    if whole["header"] != json.loads(json.dumps(header(inner, single))):
+    if json.dumps(whole["header"], sort_keys=True) != _header(inner, single):
         raise ValueError("its header is of other cells")
     return None if whole["cells"] is None else _from_json(whole["cells"])
 
