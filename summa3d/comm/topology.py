@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import isqrt, log, prod
 from operator import index
 
@@ -77,18 +77,24 @@ class Topology:
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
         """The rank at `coordinates`; the inverse of `coordinates_of`."""
-        rank, stride = 0, 1
+        return sum(self._steps[name][coordinates[name]] for name in self.order)
+
+    @cached_property
+    def _steps(self) -> dict[str, list[int]]:
+        """Axis name → what each of its indices adds to a rank."""
+        inside, stride, result = {}, 1, {}
         for name in self.order:
-            rank, stride = rank + coordinates[name] % self.tile[name] * stride, stride * self.tile[name]
+            inside[name], stride = stride, stride * self.tile[name]
         for name in self.order:
-            rank += coordinates[name] // self.tile[name] * stride
-            stride *= self.shape[name] // self.tile[name]
-        return rank
+            tile = self.tile[name]
+            result[name] = [index % tile * inside[name] + index // tile * stride for index in range(self.shape[name])]
+            stride *= self.shape[name] // tile
+        return result
 
     def members(self, names: Sequence[str], coordinates: Mapping[str, int]) -> list[int]:
         """The ranks that share `coordinates` on all axes but `names`, in the order of the plane of `names`."""
-        points = itertools.product(*(range(self.shape[name]) for name in names))
-        return [self.rank_of({**coordinates, **dict(zip(names, point, strict=True))}) for point in points]
+        first = self.rank_of({**coordinates, **dict.fromkeys(names, 0)})
+        return [first + sum(steps) for steps in itertools.product(*(self._steps[name] for name in names))]
 
     def part(self, names: Sequence[str]) -> Topology:
         """The topology of the ranks that differ on these axes alone, numbered in the order of their ranks."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._prims_common import suggest_memory_format
 
+NOWHERE = torch.device("meta")
 PLAIN = (None, torch.contiguous_format, torch.preserve_format)
 Rule = Callable[[tuple[Any, ...], Mapping[str, Any]], "Tensor | None"]
 """Arguments of an operation → its result, or None where torch is to be asked."""
@@ -29,7 +30,7 @@ def _plain(value: Any) -> bool:
 
 
 def _empty(shape: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device=NOWHERE)
 
 
 def _stays(kwargs: Mapping[str, Any]) -> bool:

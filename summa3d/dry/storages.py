@@ -101,25 +101,24 @@ class Storages(TorchDispatchMode):
             result = result_of(name, args, kwargs)
             if result is None:
                 result = func(*args, **kwargs)
-        made = [tensor for tensor in _tensors(result) if self._track(tensor, (*args, *kwargs.values()))]
+        made = [tensor for tensor in _tensors(result) if self._track(tensor, args, kwargs)]
         if self.on_host and name in SCRATCH:
             self.top = max(self.top, self.alive + SCRATCH[name](args, kwargs))
         if makes:
             self.fresh.update(item.untyped_storage()._cdata for item in made)
         elif made or mutates:
-            given = [tensor for value in reads(args, kwargs) for tensor in _tensors(value)]
             if mutates:
-                made = [*made, *(tensor for value in mutates(args, kwargs) for tensor in _tensors(value))]
-            self._work(name, args, given, made)
+                made += _tensors(mutates(args, kwargs))
+            self._work(name, args, _tensors(reads(args, kwargs)), made)
         return result
 
-    def _track(self, tensor: Tensor, args: Any) -> bool:
+    def _track(self, tensor: Tensor, args: Any, kwargs: Any) -> bool:
         """Count the tensor's storage, if it is a new one and not that of an argument made elsewhere."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or not tensor.is_meta:
             return False
-        if any(tensor.untyped_storage()._cdata == key for tensor in _tensors(args)):
+        if any(given.untyped_storage()._cdata == key for given in _tensors((*args, *kwargs.values()))):
             return False
         size = storage.nbytes()
         self._known[key] = size, weakref.ref(storage, lambda _: self._release(key))
@@ -178,9 +177,14 @@ def _tensors(value: Any) -> list[Tensor]:
     """The tensors in an argument or a result."""
     if isinstance(value, Tensor):
         return [value]
+    result = []
     if isinstance(value, (list, tuple)):
-        return [tensor for part in value for tensor in _tensors(part)]
-    return []
+        for part in value:
+            if isinstance(part, Tensor):
+                result.append(part)
+            elif isinstance(part, (list, tuple)):  # every operation passes here, mostly with numbers
+                result += _tensors(part)
+    return result
 
 
 def bytes_of(tensors: list[Tensor]) -> int:

@@ -101,14 +101,15 @@ class Owners:
         if node is None:
             self.current = self._forward(phase, name, given)
             return phase
-        if node.name() == RECOMPUTE and self._names:
+        kind = node.name()
+        if kind == RECOMPUTE and self._names:
             self.current = self._names[-1]
             return "recompute"
-        if node.name() != ACCUMULATE:
+        if kind != ACCUMULATE:
             self.current = self._maker(node)
-            if node.name() == RECOMPUTE and self._owners[-1] != self.current:
+            if kind == RECOMPUTE and self._owners[-1] != self.current:
                 self._own(self.current, before=1)  # nodes that are made while a part of a layer is computed again
-        return "recompute" if node.name() == RECOMPUTE else "backward"
+        return "recompute" if kind == RECOMPUTE else "backward"
 
     def _forward(self, phase: str, name: str, given: Sequence[Any]) -> Owner:
         if phase == OPTIMIZER:

@@ -11,7 +11,7 @@ import graphlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, NamedTuple
 
 from ..columns import counted
@@ -166,9 +166,15 @@ def zb_v(p: int, m: int, v: int, rank: int) -> list[ScheduleOp]:
 
 def _first(m: int, *kinds: str) -> list[ScheduleOp]:
     """Ops by kind and chunk (0 where it is left out), each for the next of m micro-batches, and left out behind the last."""
-    following = {kind: iter([ScheduleOp(kind[0], int(kind[1:] or 0), micro) for micro in range(m)]) for kind in {*kinds}}
+    following = {kind: iter(_each_micro(kind[0], int(kind[1:] or 0), m)) for kind in {*kinds}}
     ops = (next(following[kind], None) for kind in kinds)
     return [op for op in ops if op is not None]
+
+
+@lru_cache(6)
+def _each_micro(kind: str, chunk: int, m: int) -> list[ScheduleOp]:
+    """The op of each micro-batch, which all ranks share."""
+    return [ScheduleOp(kind, chunk, micro) for micro in range(m)]
 
 
 def looped(p: int, v: int) -> tuple[int, ...]:

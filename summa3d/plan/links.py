@@ -102,7 +102,11 @@ def group_size(shape: Mapping[str, int], label: str) -> int:
 def _loads_along(along: TopologyKey, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
     """Kept by topology: fits ask for the loads of the same few again and again."""
     topology = Topology(dict(along.shape), along.order, dict(along.tile))
-    digits = _digits(topology, axis, [size for size, _ in ports if size])
+    return _loads_by_digits(tuple(_digits(topology, axis, [size for size, _ in ports if size])), ports, pattern)
+
+
+@cache
+def _loads_by_digits(digits: tuple[tuple[bool, int], ...], ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
     shape = tuple((str(place), radix) for place, (_, radix) in enumerate(digits))
     plane = "·".join(str(place) for place, (inside, _) in enumerate(digits) if inside)
     placement = TopologyKey(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape))

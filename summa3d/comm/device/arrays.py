@@ -177,7 +177,9 @@ def is_writable(array: Array) -> bool:
 
 
 def move_dim(array: Array, dim: int, to: int) -> Array:
-    """A view with `dim` moved to the place `to`."""
+    """A view with `dim` moved to the place `to`; the array itself where it is there."""
+    if dim == to:
+        return array
     return array.movedim(dim, to) if is_torch(array) else library_of(array).moveaxis(array, dim, to)
 
 

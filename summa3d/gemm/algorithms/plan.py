@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
 from typing import Any, ClassVar, TypeVar
 
@@ -102,6 +102,7 @@ class ProductPlan(ABC):
         return tuple(str(getattr(self, role)) for role in self.roles())
 
     @classmethod
+    @cache
     def roles(cls) -> tuple[str, ...]:
         """The names of the fields that hold axes: those of one letter after form, m, n, k."""
         return tuple(field.name for field in fields(cls) if len(field.name) == 1 and field.name not in "mnk")

@@ -50,7 +50,7 @@ class Workspace:
             held = self._buffers[name] = self.ledger.track(empty((max(count, capacity or 0),), like), stays=self._stays)
             self.nbytes += held.nbytes
             self._views = {kept: other for kept, other in self._views.items() if kept[0] != name}
-        view = held[:count].reshape(tuple(shape))
+        view = (held if len(held) == count else held[:count]).reshape(tuple(shape))
         if type(view) is np.ndarray:
             self._views[key] = view
         return view

@@ -42,6 +42,9 @@ class LaidOutProduct:
         both = {dim: tuple(axis[dim] for axis in self.axes if dim in axis) for dim in self.sizes}
         self.shared = {dim: tuple(axis for axis in item if axis in other) for dim, (item, other) in both.items()}
         self.panels = {dim: pair for dim, pair in both.items() if all(pair) and not self.shared[dim]}
+        self._apart = [
+            tuple(axis for dim, axes in of.items() for axis in axes if axis not in self.shared[dim]) for of in self.axes
+        ]
         self.gathers = not self.panels and any(self.apart(A) + self.apart(B))
 
     def holding(self, experts: Numeric) -> LaidOutProduct:
@@ -54,7 +57,7 @@ class LaidOutProduct:
 
     def apart(self, operand: int) -> tuple[str, ...]:
         """The axes that split an operand, and not the work."""
-        return tuple(axis for dim, axes in self.axes[operand].items() for axis in axes if axis not in self.shared[dim])
+        return self._apart[operand]
 
     def words(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Numeric:
         """Words of a rank's block of an operand of the whole product, which has so many rows (m)."""
@@ -65,8 +68,10 @@ class LaidOutProduct:
 
     def gathered(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Iterator[tuple[str, Numeric]]:
         """(axis, words that a rank receives) of a gather of an operand."""
-        for axis in self.apart(operand):
-            yield axis, (grid[axis] - 1) * self.words(operand, grid, rows)
+        apart = self.apart(operand)
+        own = self.words(operand, grid, rows) if apart else 0
+        for axis in apart:
+            yield axis, (grid[axis] - 1) * own
 
     def summed(self, operand: int, grid: Mapping[str, Numeric], rows: Numeric) -> Iterator[tuple[str, bool, Numeric]]:
         """(axis, whether all ranks keep the sum, words that a rank receives) of the sums that make an operand."""

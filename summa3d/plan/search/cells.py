@@ -407,7 +407,8 @@ def _kind(op: Op, other: Op, at: tuple[int, int]) -> OpLine | None:
     other = other._replace(layer=op.layer, id=op.id)
     if op._replace(**_NO_SIZES) != other._replace(**_NO_SIZES):
         return None
-    lines = {name: _line(getattr(op, name), getattr(other, name), at) for name in SIZES}
+    sizes = ((name, getattr(op, name), getattr(other, name)) for name in SIZES)
+    lines = {name: _line(size, larger, at) for name, size, larger in sizes if size != larger}
     base: dict[str, Any] = {name: line.base for name, line in lines.items()}
     slopes = tuple((Op._fields.index(name), line.slope) for name, line in lines.items() if line.slope)
     kind = OpLine(op._replace(**base, layer="", id=-1), slopes)

@@ -90,7 +90,8 @@ class Times:
         key = self.key(plan)
         if key not in self._each:
             cells, units = self.store.cells(plan.inner, plan.units)
-            self._each[key] = tuple(self.prices_of(plan).seconds(kind.at(units)) for kind in cells.kinds)
+            prices = self.prices_of(plan)
+            self._each[key] = tuple(prices.seconds(kind.at(units)) for kind in cells.kinds)
         return self._each[key]
 
     def least(self, plan: Plan) -> Durations:
