@@ -101,7 +101,8 @@ class Storages(TorchDispatchMode):
             result = result_of(name, args, kwargs)
             if result is None:
                 result = func(*args, **kwargs)
-        made = [tensor for tensor in _tensors(result) if self._track(tensor, args, kwargs)]
+        fresh = (tensor for tensor in _tensors(result) if tensor.untyped_storage()._cdata not in self._known)  # most are views
+        made = [tensor for tensor in fresh if self._track(tensor, args, kwargs)]
         if self.on_host and name in SCRATCH:
             self.top = max(self.top, self.alive + SCRATCH[name](args, kwargs))
         if makes:
@@ -113,10 +114,10 @@ class Storages(TorchDispatchMode):
         return result
 
     def _track(self, tensor: Tensor, args: Any, kwargs: Any) -> bool:
-        """Count the tensor's storage, if it is a new one and not that of an argument made elsewhere."""
+        """Count the tensor's storage, which is not known, if it is a new one and not that of an argument made elsewhere."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._known or not tensor.is_meta:
+        if not tensor.is_meta:
             return False
         if any(given.untyped_storage()._cdata == key for given in _tensors((*args, *kwargs.values()))):
             return False

@@ -175,7 +175,9 @@ class Bounds:
             return np.array([sum(kept_per_element(inner.dtype, zero, int(kind), moments)) for kind in kinds])[place.reshape(-1)]
 
         dense = sum(product.holding(0).words(B, sizes, size) for product in inner.products)
-        routed = sum(product.holding(experts).words(B, sizes, size) for product in inner.products) - dense
+        routed = 0.0 * dense
+        if inner.model.num_experts:
+            routed = sum(product.holding(experts).words(B, sizes, size) for product in inner.products) - dense
         layer = dense * each(dp) + routed * each(of_experts)
         alone = [self._alone_keeps(inner, zero, way, own, dp) for way in PASSES[:2]]
         (enter, leave, tied), head, top = self._beside(inner, zero, own)

@@ -22,7 +22,7 @@ from typing import Any
 
 from ... import __version__
 from ...dry.record import Op
-from ...files import read_json
+from ...files import text_of
 from ...interpreter import safe_spawning
 from .cells import PASSES, Cells, LinearSize, OpLine, PassOps, StageGrid, traced
 
@@ -129,7 +129,7 @@ class Store:
                 return results
             except FileNotFoundError:
                 pass
-            except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+            except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
                 self._tell(f"{file_of(inner, single)} is traced again: {error!r}")
         try:
             results, said = self._begun[inner].result() if not single and inner in self._begun else kept(inner, single)
@@ -170,7 +170,7 @@ def kept(inner: StageGrid, single: bool) -> tuple[Cells | None, list[str]]:
 
 def _read(inner: StageGrid, single: bool) -> Cells | None:
     """The cells that are kept on disk. Raises FileNotFoundError, and ValueError and others for a damaged file."""
-    whole = read_json(file_of(inner, single))
+    whole = json.loads(text_of(file_of(inner, single)))  # whose header says that it is as it was written
     if json.dumps(whole["header"], sort_keys=True) != _header(inner, single):
         raise ValueError("its header is of other cells")
     return None if whole["cells"] is None else _from_json(whole["cells"])
