@@ -172,9 +172,9 @@ def _first(m: int, *kinds: str) -> list[ScheduleOp]:
 
 
 @lru_cache(6)
-def _each_micro(kind: str, chunk: int, m: int) -> list[ScheduleOp]:
+def _each_micro(kind: str, chunk: int, m: int) -> tuple[ScheduleOp, ...]:
     """The op of each micro-batch, which all ranks share."""
-    return [ScheduleOp(kind, chunk, micro) for micro in range(m)]
+    return tuple(ScheduleOp(kind, chunk, micro) for micro in range(m))
 
 
 def looped(p: int, v: int) -> tuple[int, ...]:

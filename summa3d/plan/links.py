@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import prod
 from typing import NamedTuple
 
@@ -61,9 +61,11 @@ def loads(topology: Topology, axis: str, levels: Sequence[Level], pattern: str) 
     members of a group in a unit have several ports, the edge is spread over as many as both ends have: one ring for each port.
     """
     ports = tuple((level.size, level.ports) for level in levels)
-    placement = TopologyKey(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items()))
     part = part_of(axis)
-    return (_loads if part.size or part.indices else _loads_along)(placement, axis, ports, pattern)
+    if not part.size and not part.indices:
+        return _loads_along(tuple(_digits(topology, axis, [size for size, _ in ports if size])), ports, pattern)
+    placement = TopologyKey(tuple(topology.shape.items()), topology.order, tuple(topology.tile.items()))
+    return _loads(placement, axis, ports, pattern)
 
 
 class GroupLabel(NamedTuple):
@@ -98,15 +100,9 @@ def group_size(shape: Mapping[str, int], label: str) -> int:
     return part.size or len(part.indices) or prod(shape.get(name, 1) for name in part.names)
 
 
-@lru_cache(4096)
-def _loads_along(along: TopologyKey, axis: str, ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
-    """Kept by topology: fits ask for the loads of the same few again and again."""
-    topology = Topology(dict(along.shape), along.order, dict(along.tile))
-    return _loads_by_digits(tuple(_digits(topology, axis, [size for size, _ in ports if size])), ports, pattern)
-
-
 @cache
-def _loads_by_digits(digits: tuple[tuple[bool, int], ...], ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
+def _loads_along(digits: tuple[tuple[bool, int], ...], ports: Ports, pattern: str) -> tuple[tuple[Load, int], ...]:
+    """The loads along an axis that a topology's digits (`_digits`) describe."""
     shape = tuple((str(place), radix) for place, (_, radix) in enumerate(digits))
     plane = "·".join(str(place) for place, (inside, _) in enumerate(digits) if inside)
     placement = TopologyKey(shape, tuple(name for name, _ in shape), tuple((name, 1) for name, _ in shape))
