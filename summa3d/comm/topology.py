@@ -124,9 +124,14 @@ def grids_of(ranks: int, names: Sequence[str]) -> list[dict[str, int]]:
     >>> grids_of(4, ("x", "y"))
     [{'x': 1, 'y': 4}, {'x': 2, 'y': 2}, {'x': 4, 'y': 1}]
     """
-    if len(names) == 1:
-        return [{names[0]: ranks}]
-    return [{names[0]: size, **rest} for size in divisors(ranks) for rest in grids_of(ranks // size, names[1:])]
+    return [dict(zip(names, sizes, strict=True)) for sizes in _sizes_of_grids(ranks, len(names))]
+
+
+@cache
+def _sizes_of_grids(ranks: int, axes: int) -> list[tuple[int, ...]]:
+    if axes == 1:
+        return [(ranks,)]
+    return [(size, *rest) for size in divisors(ranks) for rest in _sizes_of_grids(ranks // size, axes - 1)]
 
 
 @cache

@@ -83,6 +83,7 @@ class Storages(TorchDispatchMode):
         self.on_host = True
         self._before, self._work = before, work
         self._known: dict[int, tuple[int, Any]] = {}
+        self._abouts: dict[int, tuple[str, bool, Any, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -91,7 +92,8 @@ class Storages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name, makes, mutates, reads = _about(func)
+        about = self._abouts.get(id(func))  # torch hashes operations in Python
+        name, makes, mutates, reads = about or self._abouts.setdefault(id(func), _about(func))
         self._before(name, args)
         if name in IN_PLACE and args[0].is_meta:
             result = args[0]
