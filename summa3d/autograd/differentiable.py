@@ -28,7 +28,7 @@ from ..gemm.algorithms.workspace import Workspace
 from ..gemm.any_layout.executor import AnyProduct
 from ..gemm.any_layout.plan import AnyPlan, Owned
 from ..gemm.any_layout.planned import plan_any
-from ..gemm.pieces.slabs import each_slab, start_sums
+from ..gemm.pieces.slabs import multiply_in_slabs, start_sums
 from ..gemm.symmetric.executor import SymmetricProduct
 from ..gemm.symmetric.plan import SymmetricPlan
 from ..layout.layout import Layout
@@ -429,8 +429,7 @@ class OnedProduct(Product):
         first, second = self.of_b.ordered(shared, a)
         out = empty(self.executor.b_block, shared)
         whole = a.numel() * shared.shape[1]
-        for part, rows in each_slab(self.of_b.form, first, out, whole):
-            self.executor.workspace.multiply(part, second, self.of_b.form, rows)
+        multiply_in_slabs(self.executor.workspace, self.of_b.form, first, second, out, whole)
         return Completed(out)
 
     def _cut(self, array: Tensor) -> bool:
@@ -439,8 +438,7 @@ class OnedProduct(Product):
 
     def _start_sums(self, form: str, a: Tensor, b: Tensor, out: Tensor) -> Pending:
         """Start op(A)·op(B), whose pieces are summed along y while others are multiplied."""
-        multiply = self.executor.workspace.multiply
-        return start_sums(self.axis, form, a, out, self.plan.pieces, lambda part, rows: multiply(part, b, form, rows))
+        return start_sums(self.axis, self.executor.workspace, form, a, b, out, self.plan.pieces)
 
 
 class ExecutedProduct(Product):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
@@ -16,10 +17,20 @@ from summa3d.errors import AgreementError, ConfigError, ShapeError
 from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul, volume
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.cost.machine import Machine
-from summa3d.gemm.pieces.schedule import pieces_of, rounds
+from summa3d.gemm.pieces import schedule
+from summa3d.gemm.pieces.schedule import SLABS, pieces_of, rounds, slabs
 from summa3d.gemm.pieces.timing import best_pieces, pieces_on, predicted, seconds_of, steps_of
 from summa3d.layout import distribute, split_sizes
 from summa3d.nn.overlap import Overlap
+
+SMALL = 48
+"""m·n·k of a local product that these tests do not divide into slabs, far fewer than where it pays."""
+
+
+@pytest.fixture(autouse=True)
+def small_slabs(monkeypatch):
+    """Local products of a few rows are divided into slabs, too."""
+    monkeypatch.setattr(schedule, "SMALLEST_SLAB", SMALL)
 
 
 @pytest.mark.mpi(sizes=(2, 3, 4, 6, 8, 12))
@@ -79,8 +90,8 @@ def test_what_moves_in_a_nodes_memory_is_not_cut(comm, make_grid):
 
 
 @pytest.mark.mpi(sizes=(3,))
-def test_sums_have_the_bits_of_the_product_in_one_piece(comm, make_grid):
-    """Cells are summed in the members' order, and the products of a cell are not divided along k."""
+def test_sums_are_those_of_the_product_in_one_piece(comm, make_grid):
+    """Cells are summed in the members' order, in whatever order they arrive."""
     grid = make_grid(x=1, y=1, z=3, node_memory=False)
     plans = [CuboidPlan("nn", 23, 19, 37, pieces=pieces) for pieces in (1, 4)]
     (a, b, _), *_ = wholes(plans[0], "numpy", "float64")
@@ -222,3 +233,26 @@ def test_the_rule_on_a_grid_is_one_in_a_node_and_the_same_on_all_ranks():
 def test_an_overlap_in_pieces_that_cannot_be_is_refused(pieces):
     with pytest.raises(ConfigError, match=r"overlap\.pieces is"):
         Overlap(pieces=pieces)
+
+
+@pytest.mark.parametrize("extents", [(23, 7, 5), (7, 23, 5), (5, 7, 61), (13, 11, 17), (1, 1, 500), (1, 1, 1), (2, 0, 3)])
+@pytest.mark.parametrize("letters", ["mnk", "mn"])
+def test_slabs_take_every_multiplication_once_with_those_of_each_sum_in_the_order_of_k(extents, letters):
+    whole, ranges = 2 * prod(extents), {letter: (3, 3 + extent) for letter, extent in zip("mnk", extents, strict=True)}
+    parts = list(slabs(ranges, whole, letters))
+    taken: dict[tuple[int, int], list[int]] = {}
+    for part in parts:
+        for m, n, k in product(*(range(*span) for span in part.values())):
+            taken.setdefault((m, n), []).append(k)
+    assert taken.keys() == (set(product(range(*ranges["m"]), range(*ranges["n"]))) if extents[2] else set())
+    assert all(of_k == list(range(*ranges["k"])) for of_k in taken.values())
+    for part in parts:
+        sizes = {letter: high - low for letter, (low, high) in part.items()}
+        work = prod(sizes.values())
+        assert work * SLABS <= whole or work < 2 * SMALL or max(sizes[letter] for letter in letters) < 2
+        assert "k" in letters or part["k"] == ranges["k"]
+
+
+def test_slabs_leave_the_short_dims_whole():
+    parts = list(slabs({"m": (0, 8), "n": (0, 9), "k": (0, 400)}, 8 * 9 * 400))
+    assert len(parts) == SLABS and all(part["m"] == (0, 8) and part["n"] == (0, 9) for part in parts)

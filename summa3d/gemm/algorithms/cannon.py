@@ -12,7 +12,7 @@ from ...comm.device.arrays import Array
 from ...comm.pending import Pending
 from ...layout.layout import Layout, split_sizes
 from ..local.blas import add
-from ..pieces.slabs import each_slab
+from ..pieces.slabs import multiply_in_slabs
 from .executor import Executor
 from .plan import ProductPlan
 from .summa import normal
@@ -114,8 +114,10 @@ class Cannon(Executor):
         """A step's product, in slabs where a shift may leave the node meanwhile."""
         form, whole = self.plan.form, self.q * prod(out.shape) * a.shape[1 if self.plan.form[0] == "n" else 0]
         inside = all(axis.node_bytes is not None for axis in (self.x, self.y))
-        for part, rows in ((a, out),) if inside else each_slab(form, a, out, whole):
-            self.workspace.accumulate(part, b, form, rows, alpha, beta, None if scratch is None else scratch[: len(rows)])
+        if inside:
+            self.workspace.accumulate(a, b, form, out, alpha, beta, scratch)
+        else:
+            multiply_in_slabs(self.workspace, form, a, b, out, whole, alpha, beta, scratch)
 
 
 Move = tuple[Array, list[Pending]]

@@ -159,9 +159,4 @@ class OnedRow(OnedExecutor):
             self.workspace.accumulate(a, b, self.plan.form, out, alpha, beta, scratch)
             self.sum.of(out).run(out, out)
             return
-
-        def multiply(part: Array, rows: Array) -> None:
-            memory = None if scratch is None else scratch[: len(rows)]
-            self.workspace.accumulate(part, b, self.plan.form, rows, alpha, beta, memory)
-
-        start_sums(self.axis, self.plan.form, a, out, self.plan.pieces, multiply).wait()
+        start_sums(self.axis, self.workspace, self.plan.form, a, b, out, self.plan.pieces, alpha, beta, scratch).wait()

@@ -17,7 +17,7 @@ from ...comm.prepared import Prepared
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import add, adds_in_place, scale
-from ..pieces.slabs import each_slab
+from ..pieces.slabs import multiply_in_slabs
 from .checks import check_pieces, is_whole
 from .executor import Executor, Multiply
 from .panels import BroadcastPanels, divided, panels
@@ -137,9 +137,10 @@ class Outer:
             scale(out, beta)
         whole = prod(out.shape) * sum(cut.width for cut in self.left.cuts)
         for left, right in zip(self.left.each(a), self.right.each(b), strict=True):
-            for part, rows in each_slab(self.form, left, out, whole) if self.left.in_slabs else ((left, out),):
-                memory = None if scratch is None else scratch[: len(rows)]
-                self.workspace.accumulate(part, right, self.form, rows, alpha, beta, memory)
+            if self.left.in_slabs:
+                multiply_in_slabs(self.workspace, self.form, left, right, out, whole, alpha, beta, scratch)
+            else:
+                self.workspace.accumulate(left, right, self.form, out, alpha, beta, scratch)
             beta = 1
 
 
@@ -178,8 +179,10 @@ class InnerProducts:
             end()
 
     def _multiply(self, a: Array, b: Array, out: Array, alpha: Any, beta: Any, whole: int) -> None:
-        for part, rows in each_slab(self.form, a, out, whole) if self.moving.in_slabs else ((a, out),):
-            self.workspace.accumulate(part, b, self.form, rows, alpha, beta)
+        if self.moving.in_slabs:
+            multiply_in_slabs(self.workspace, self.form, a, b, out, whole, alpha, beta)
+        else:
+            self.workspace.accumulate(a, b, self.form, out, alpha, beta)
 
     def _home(self, count: int, out: Array) -> Array:
         """Panel `count` of C, on the member of the summing axis that owns it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from math import prod
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from ...comm.device.arrays import Array, copy_into, dtype_name, empty, is_half, is_on_device, kind_of
 from ...comm.grid import BaseGrid
+from ...comm.transport.progress import IN_FLIGHT
 from ..local import blas
 from ..local.blas import accumulation_like, adds_in_place
 from ..local.multiply import multiply
@@ -68,16 +70,17 @@ class Workspace:
     def accumulate(
         self, a: Array, b: Array, form: str, out: Array, alpha: Any = 1, beta: Any = 0, scratch: Array | None = None
     ) -> None:
-        """`blas.accumulate`: out = α·op(A)·op(B) + β·out."""
+        """`blas.accumulate`: out = α·op(A)·op(B) + β·out; behind it, MPI moves what is in flight."""
         with self.ledger.product(a, b, form, out):
             blas.accumulate(a, b, form, out, alpha, beta, scratch, self._grid.job.blas)
+        IN_FLIGHT.advance()
 
     def multiply(self, a: Array, b: Array, form: str, out: Array | None = None) -> Array:
-        """`local.multiply`: op(A)·op(B), in `out` where it is given."""
-        if not self.ledger.by_steps:
-            return multiply(a, b, form, out, rule=self._grid.job.blas)
-        with self.ledger.product(a, b, form, a if out is None else out):
-            return multiply(a, b, form, out, rule=self._grid.job.blas)
+        """`local.multiply`: op(A)·op(B), in `out` where it is given; behind it, MPI moves what is in flight."""
+        with self.ledger.product(a, b, form, a if out is None else out) if self.ledger.by_steps else nullcontext():
+            product = multiply(a, b, form, out, rule=self._grid.job.blas)
+        IN_FLIGHT.advance()
+        return product
 
     def copy(self, target: Array, source: Array) -> Array:
         """target = source; returns the target."""

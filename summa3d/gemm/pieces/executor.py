@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array, is_half, is_on_device
 from ...comm.pending import Completed, Pending
-from ...comm.transport.progress import IN_FLIGHT
 from ...layout.layout import Coordinates
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
 from .behind import BehindQueue
-from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs
+from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs, within
+from .slabs import cut_dims
 
 WINDOW = 2
 """Rounds in flight: the one that is waited for, and the next, so that a port does not wait for this rank's arithmetic."""
@@ -110,8 +110,7 @@ class Rounds:
             self._take()
 
     def progress(self) -> None:
-        """Let MPI move what is in flight, and take what has arrived."""
-        IN_FLIGHT.advance()
+        """Take what has arrived."""
         while self._here < len(self._posted) and ((first := self._posted[self._here]) is None or first.done):
             self._take()
         if self._behind and self._here == len(self._rounds) and all(send.done for send in self._sends):
@@ -328,8 +327,9 @@ class PiecedProduct:
                 ranges = shared(step.ranges, place.ranges)
                 if ranges is None:
                     continue
-                for slab in slabs(ranges, work) if in_slabs else (ranges,):
-                    self._multiply(arrivals, slab, place, alpha, beta if step.first else 1)
+                first = beta if step.first else 1
+                for slab in slabs(ranges, work, cut_dims(place.memory)) if in_slabs else (ranges,):
+                    self._multiply(arrivals, slab, place, alpha, first if slab["k"][0] == ranges["k"][0] else 1)
                     flow.progress()
                 left[number] -= 1
                 if left[number] == 0 and place.leave is not None and place.cell is not None:
@@ -386,13 +386,9 @@ class PiecedProduct:
     def _multiply(self, arrivals: Sequence[PiecedOperand], slab: DimRanges, place: CellMemory, alpha: Any, beta: Any) -> None:
         """One slab: ranges of the operands into those of a place."""
         letters = (self.plan.a_names, self.plan.b_names)
-        a, b = (item.operand[_index(slab, names)] for item, names in zip(arrivals, letters, strict=True))
+        a, b = (item.operand[within(slab, names)] for item, names in zip(arrivals, letters, strict=True))
         lows = {letter: place.ranges[letter][0] for letter in "mn"}
         moved = {letter: (slab[letter][0] - low, slab[letter][1] - low) for letter, low in lows.items()}
-        target = place.memory[_index(moved, "mn")]
+        target = place.memory[within(moved, "mn")]
         scratch = None if beta == 0 else self.workspace.scratch(target, prod(self._moves["c"].whole))
         self.workspace.accumulate(a, b, self.plan.form, target, alpha, beta, scratch)
-
-
-def _index(ranges: DimRanges, letters: str) -> tuple[slice, ...]:
-    return tuple(slice(*ranges[letter]) for letter in letters)

@@ -152,9 +152,21 @@ def shared(ranges: DimRanges, other: DimRanges) -> DimRanges | None:
     return {**ranges, **both} if all(low < high for low, high in both.values()) else None
 
 
-def slabs(ranges: DimRanges, whole: int) -> Iterator[DimRanges]:
-    """The ranges of a local product, divided along m: each is at most 1/SLABS of a product of `whole` multiply-adds."""
-    work, (start, stop) = prod(high - low for low, high in ranges.values()), ranges["m"]
-    count = max(1, min(stop - start, -(-work * SLABS // max(1, whole)), work // SMALLEST_SLAB))
-    for number in range(count):
-        yield {**ranges, "m": split_range(start, stop, count, number)}
+def within(ranges: DimRanges, letters: str) -> tuple[slice, ...]:
+    """The part of a block, whose dims are `letters`, in these ranges."""
+    return tuple(slice(*ranges[letter]) for letter in letters)
+
+
+def slabs(ranges: DimRanges, whole: int, letters: str = "mnk") -> Iterator[DimRanges]:
+    """The ranges of a local product, halved along its longest dim until each is at most 1/SLABS of a product of `whole`.
+
+    So a BLAS packs the least anew: of an operand, what is cut along the other's dim. letters : the dims that may be cut; those of
+    the same m and n come in the order of k, and all but the first of them are added to C. whole : in multiply-adds
+    """
+    letter = max(letters, key=lambda each: ranges[each][1] - ranges[each][0])
+    (start, stop), work = ranges[letter], prod(high - low for low, high in ranges.values())
+    if work * SLABS <= whole or work < 2 * SMALLEST_SLAB or stop - start < 2:
+        yield ranges
+        return
+    for number in range(2):
+        yield from slabs({**ranges, letter: split_range(start, stop, 2, number)}, whole, letters)
