@@ -202,7 +202,10 @@ class Replicas:
         self._announced = {self._leaves[leaf] for leaf in leaves if leaf in self._leaves}
 
     def take(self, bucket: Bucket, state: ParameterState, gradient: Tensor) -> None:
-        """Take a micro-batch's gradient of a parameter of a bucket, and begin the bucket's sums if it is the last one of them."""
+        """Take a micro-batch's gradient of a parameter of a bucket, and begin the bucket's sums if it is the last.
+
+        MPI moves what is in flight meanwhile.
+        """
         before = self._taken.get(state.name)
         self._taken[state.name] = gradient if before is None else before + gradient
         if state.name in self._announced:
@@ -212,6 +215,7 @@ class Replicas:
             complete = self._taken.keys() >= {name for name in bucket.names if self.states[name].parameter.requires_grad}
         if complete:
             self.start(bucket)
+        IN_FLIGHT.advance()
 
     def start(self, bucket: Bucket) -> None:
         """Begin the sums of a bucket: every replica, in the same order of buckets. A gradient that there is not is 0."""

@@ -7,13 +7,15 @@ from math import prod
 
 import pytest
 import torch
+from memory_cases import FAMILIES, inputs
 from scheme_table import GPT2
 
 from summa3d.comm.grid import Place
+from summa3d.comm.transport.progress import RequestsInFlight
 from summa3d.comm.transport.select import NodeRule
 from summa3d.errors import AgreementError, ConfigError
 from summa3d.layout import Layout
-from summa3d.nn import build, initialise, scheme
+from summa3d.nn import ModelConfig, build, initialise, scheme
 from summa3d.nn.parameter import new_parameter
 from summa3d.parallel.buckets import buckets_of
 from summa3d.parallel.pipeline import chunks_of, stages_of
@@ -194,3 +196,37 @@ def test_the_last_backward_starts_sums_in_the_order_of_buckets_and_the_rest_come
     assert started == ["last", "vector", "second", "first"]
     for name, state in replicas.states.items():
         assert (state.own_gradient == (2 * (1 + 2) * 2 if name != "second" else 2 * (1 + 2) + 2 * 2)).all(), name
+
+
+@pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_buckets_begin_in_backward_as_their_gradients_come_while_mpi_moves_those_in_flight(make_grid, monkeypatch, family, zero):
+    """Learned positions, too, are completed at the end: a first bucket with them would keep all others waiting."""
+    grid = make_grid(dp=2, node_memory=False)
+    model = build(ModelConfig(**{**FAMILIES[family], "layers": 5}), scheme("oned", grid))
+    arrived, left, moves, moved = set(), [], [], []
+    start, advance = Replicas.start, RequestsInFlight.advance
+    monkeypatch.setattr(Replicas, "start", lambda self, bucket: left.append(arrived - set(bucket.names)) or start(self, bucket))
+    monkeypatch.setattr(RequestsInFlight, "advance", lambda self: moves.append(self) or advance(self))
+    for name, taking in {"_arrived": lambda name, leaf: name, "take": lambda bucket, state, gradient: state.name}.items():
+        act = getattr(Replicas, name)
+
+        def noted(self, *arguments, act=act, taking=taking):
+            arrived.add(taking(*arguments))
+            moves.clear()
+            act(self, *arguments)
+            moved.append(len(moves))
+
+        monkeypatch.setattr(Replicas, name, noted)
+    replicas = Replicas.of(states_of(model, grid, zero), grid, zero, 4 * 96 * 96)
+    replicas.expect(0)
+    model(**inputs(model.config), count=7, **({"pairs": 5} if family == "bert" else {})).backward()
+    replicas.start_chunk(0)
+    replicas.finish()
+    before = set()
+    for waiting, bucket in zip(left, replicas.buckets, strict=True):
+        assert len(waiting - before) <= 12, f"{bucket.names} began {len(waiting - before)} gradients after the bucket before"
+        before |= {*bucket.names}
+    assert len(replicas.buckets) > 8 and len(moved) == len(arrived)
+    assert 0 not in moved

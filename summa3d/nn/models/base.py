@@ -244,12 +244,12 @@ class LanguageModel(Body):
 
     def __init__(self, config: ModelConfig, scheme: Context, dtype: torch.dtype = torch.float32, seed: int = 1) -> None:
         super().__init__(config, scheme, seed)
-        self.embedding = Embedding(config.vocabulary, config.hidden, scheme.on_ends(True, config.tied), dtype=dtype)
-        self.add_blocks(dtype)
         first, last = scheme.on_ends(first=True), scheme.on_ends(last=True)
-        self.norm = new_norm(config, last, dtype=dtype)
+        self.embedding = Embedding(config.vocabulary, config.hidden, scheme.on_ends(True, config.tied), dtype=dtype)
         rotary = "rotary_base" in config.architecture.options
         self.positions = None if rotary else Positions(config.sequence, config.hidden, first, dtype=dtype)
+        self.add_blocks(dtype)
+        self.norm = new_norm(config, last, dtype=dtype)
         self.head = None if config.tied else Embedding(config.vocabulary, config.hidden, last, dtype=dtype)
         initialise(self, scheme, seed)
 
