@@ -175,11 +175,12 @@ class Times:
     def after(self, plan: Plan) -> After:
         """Seconds that no backward hides, of the rank that holds most parameters.
 
-        Gradients are summed over replicas in the last backward, with ZeRO 2 in each. On devices that is hidden, as far as blocks
-        take as long, but for the last bucket. On hosts nothing is taken for granted: ranks that compute move the words
-        themselves, and what that gains differs from run to run (`bench/overlap_steps.py`).
+        Gradients are summed over replicas in the last backward, with ZeRO 2 in each. On devices and between nodes that is hidden,
+        as far as blocks take as long, but for the last bucket (`bench/overlap_steps.py`). In a node's memory nothing is: ranks
+        that compute move the words themselves.
         """
-        if plan.inner.device != "cuda" or plan.copies == 1 or plan.zero == 3:
+        in_memory = plan.inner.device != "cuda" and plan.stage_ranks <= plan.inner.shared
+        if in_memory or plan.copies == 1 or plan.zero == 3:
             return self._after(plan, 0.0)
         spans = self.spans(plan)
         return self._after(plan, spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds)
