@@ -13,46 +13,65 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from common import from_nodes, note, options, save
+from common import conclude, from_nodes, note, options, save
 from ranks import in_turn, started, tell, training
 
 from summa3d.columns import aligned
 
 SIZES = ("model.hidden=512", "model.heads=8", "model.layers=4", "model.sequence=256", "train.batch=16", "train.accumulate=1")
 STILL = ("train.steps=100000", "train.evaluate_every=0", "train.checkpoint_every=0", "train.keep=0", "replicas.bucket=4000000")
-GRIDS = {
-    "dp2": ("scheme=oned", "grid.dp=2"),
-    "dp2, ZeRO-2": ("scheme=oned", "grid.dp=2", "replicas.zero=2"),
-    "y2": ("scheme=oned-sp", "grid.y=2"),
-}
+GRIDS = {"dp2": ("scheme=oned", "grid.dp=2"), "y2": ("scheme=oned-sp", "grid.y=2")}
+PORTS = {"dp2": 250.0, "y2": 600.0}
+"""Rates at which a step's messages take about as long as its arithmetic, in Mbit/s."""
+HIDDEN, REACHED = 0.60, 0.80
+"""Where all messages hidden would leave so little of a step, that overlap leaves no more than this of it."""
 SWITCHES = {
     "off": ("replicas.overlap=false", "overlap.input_gradient=false", "overlap.pieces=1"),
     "on": ("replicas.overlap=true", "overlap.input_gradient=true", "overlap.pieces=8"),
 }
-HEADINGS = ("grid", "off, ms", "of it messages", "on, ms", "on ÷ off", "if all were hidden")
+HEADINGS = ("grid", "Mbit/s", "off, ms", "of it messages", "on, ms", "on ÷ off", "if all were hidden")
 
 
 def main() -> None:
     """Measure each grid; print a row each."""
     parser = options(__doc__, 5)
     parser.add_argument("--grid", choices=GRIDS, action="append", help="Take this grid alone. May be repeated.")
-    parser.add_argument("--port", type=float, default=250, help="Set the rate of a port, in Mbit/s.")
+    parser.add_argument("--port", type=float, help="Set the rate of a port, in Mbit/s, in place of each grid's own.")
     args = parser.parse_args()
     if args.on_ranks:
         return on_a_rank(args)
     rows = []
     for name in args.grid or GRIDS:
         arguments = __file__, "--on-ranks", "--grid", name, "--rounds", args.rounds
-        rows.append({"grid": name, **from_nodes(2, f"{args.port:g}mbit", *arguments)})
+        port = args.port or PORTS[name]
+        rows.append({"grid": name, "port": port, **from_nodes(2, f"{port:g}mbit", *arguments)})
         note("\n".join(aligned([HEADINGS, *map(cells, rows)])))
-    save({"kind": "steps with and without overlap", "port": args.port, "rows": rows}, args.json)
+    save({"kind": "steps with and without overlap", "rows": rows}, args.json)
+    conclude(claims(rows))
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
     """A row as text, in milliseconds."""
     off, on, messages = (1e3 * value for value in (median(row["seconds"]["off"]), median(row["seconds"]["on"]), row["messages"]))
-    hidden = max(messages, off - messages)
-    return row["grid"], f"{off:.0f}", f"{messages:.0f}", f"{on:.0f}", f"{on / off:.2f}", f"{hidden / off:.2f}"
+    reached, hidden = ratios(row)
+    return row["grid"], f"{row['port']:g}", f"{off:.0f}", f"{messages:.0f}", f"{on:.0f}", f"{reached:.2f}", f"{hidden:.2f}"
+
+
+def ratios(row: dict[str, Any]) -> tuple[float, float]:
+    """A step with overlap ÷ one without, and what it would be if all of the messages, or of the rest, were hidden."""
+    off, messages = median(row["seconds"]["off"]), row["messages"]
+    return median(row["seconds"]["on"]) / off, max(messages, off - messages) / off
+
+
+def claims(rows: list[dict[str, Any]]) -> list[tuple[str, bool]]:
+    """Return what must hold of steps of which overlap could hide much."""
+    said = []
+    for row in rows:
+        reached, hidden = ratios(row)
+        if hidden <= HIDDEN:
+            claim = f"{row['grid']}: with overlap a step takes at most {REACHED} of one without: {reached:.2f}"
+            said.append((claim, reached <= REACHED))
+    return said
 
 
 def on_a_rank(args: Any) -> None:
