@@ -58,13 +58,15 @@ class Bucket:
         parts = [blocks[part.name][part.start : part.stop].reshape(-1) for part in itertools.chain(*self.members)]
         return torch.cat(parts) if out is None else torch.cat(parts, out=out)
 
-    def unpack(self, message: Tensor, blocks: Mapping[str, Tensor]) -> None:
-        """Overwrite this rank's whole blocks by a message: the inverse of `pack`."""
+    def unpack(self, message: Tensor, blocks: Mapping[str, Tensor], here: int | None = None) -> None:
+        """Overwrite this rank's whole blocks by a message: the inverse of `pack`. here : a member whose parts they have."""
         start = 0
-        for part in itertools.chain(*self.members):
-            rows = blocks[part.name][part.start : part.stop]
-            rows.copy_(message[start : start + part.words].view(rows.shape))
-            start += part.words
+        for member, parts in enumerate(self.members):
+            for part in parts:
+                if member != here:
+                    rows = blocks[part.name][part.start : part.stop]
+                    rows.copy_(message[start : start + part.words].view(rows.shape))
+                start += part.words
 
     def parts_in(self, own: Tensor, index: int, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """The parts of member `index`, as views of what a reduce-scatter left it: rows of blocks of these shapes."""

@@ -279,9 +279,10 @@ class Replicas:
         """Overwrite the whole blocks of all buckets by the parts that each replica owns."""
         for bucket in self.buckets:
             states = [self.states[name] for name in bucket.names]
-            blocks = _blocks(states, whole)
+            blocks, axis = _blocks(states, whole), self.grid[bucket.axes]
             message = torch.cat([_given(own(state)).to(blocks[state.name].dtype).reshape(-1) for state in states])
-            bucket.unpack(self.grid[bucket.axes].all_gather(message, sizes=bucket.sizes, view=True), blocks)
+            here = axis.index if states[0].copy is None else None  # a copy in 16 bits has nothing yet of what is new
+            bucket.unpack(axis.all_gather(message, sizes=bucket.sizes, view=True), blocks, here)
 
 
 def _blocks(states: Sequence[ParameterState], of: Callable[[ParameterState], Tensor | None]) -> dict[str, Tensor]:

@@ -350,13 +350,16 @@ def bytes_and_calls_of_a_sum(copies: int, held: int, tensors: int, size: int) ->
 
 
 def bytes_and_calls_of_a_gather(copies: int, held: int, tensors: int, size: int, stored: int, node: bool) -> tuple[float, int]:
-    """The same of a gather of weights: a rank packs its own, in a node's memory once more, and unpacks those of all members.
+    """The same of a gather of weights: a rank packs its own, in a node's memory once more, and unpacks the other members'.
 
-    stored : bytes of an element before it is rounded to `size` bytes. node : whether all ranks of the stage share one's memory
+    What is rounded is unpacked of all members. stored : bytes of an element before it is rounded to `size` bytes. node : whether
+    all ranks of the stage share one's memory
     """
     own, packed = held / copies, 2 if node else 1
-    rounded = own * (stored + size) * (stored != size)
-    return size * (2 * held + packed * 2 * own) + rounded, tensors * (4 * copies + 4)
+    rounds = stored != size
+    unpacked = held if rounds else held - own
+    rounded = own * (stored + size) * rounds
+    return size * 2 * (unpacked + packed * own) + rounded, tensors * (4 * (copies - (not rounds)) + 4)
 
 
 @cache
