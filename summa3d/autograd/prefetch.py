@@ -123,6 +123,8 @@ class _GatherPass:
         source = use.source
         with torch.no_grad():
             if use.forward:
+                if not self.backward:
+                    source.prefetcher.state.await_weights(source.parts)
                 parts = source.used.get(self.key) if self.backward else source.parts()
                 operand = None if parts is None else source.make(parts)
             else:

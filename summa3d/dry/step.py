@@ -30,7 +30,7 @@ from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme
 from ..nn.stages import Stages
 from ..parallel.executor import Program, ProgramStep, Stage, ops_of, program_of
-from ..parallel.pipeline import Pipeline, chunks_of, stages_of
+from ..parallel.pipeline import Pipeline, chunks_of, in_order_of_use, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.schedule import ALL, GRADIENT_ENDS, ScheduleOp, in_two
 from ..parallel.states import ParameterState, states_of
@@ -311,7 +311,8 @@ class Rank:
             dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
             self.states = states_of(self.model, self.place, setting.zero, dtype)
             if training.optimizer is not None:
-                replicas = Replicas.of(self.states, self.place, setting.zero, setting.bucket, chunks_of(self.model))
+                ordered = in_order_of_use(self.model, self.states)
+                replicas = Replicas.of(ordered, self.place, setting.zero, setting.bucket, chunks_of(self.model))
             self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
             self._ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
         self.stretches = self._stretches()

@@ -42,12 +42,15 @@ class Stage:
 
         And what its layers add to the loss; None, where they add nothing.
         """
-        model = self.model
-        x = model.enter(inputs, batch) if x is None else x
+        model, state = self.model, self.model.context.state
+        if x is None:
+            state.await_weights(model.before_layers)
+            x = model.enter(inputs, batch)
         with model.context.state.collecting() as terms:
             x = model.through(x, self.first, self.last, batch, model.visible(inputs))
         if not self.leaves:
             return x, summed_terms(model.context, terms)
+        state.await_weights(model.parameters)
         if self.position is None:
             return model.leave(x, inputs, batch), summed_terms(model.context, terms)
         return cast(LanguageModel, model).leave_at(x, self.position, batch), None

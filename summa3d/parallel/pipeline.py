@@ -23,7 +23,7 @@ from ..nn.stages import Stages
 from .executor import Feed, PipelineExecutor, Program, Stage, Wire, program_of
 from .replicas import Replicas
 from .schedule import SCHEDULES, Schedule, ScheduleOp, build, split_layers
-from .states import named_parameters
+from .states import ParameterState, named_parameters
 
 built = lru_cache(4)(build)
 """`build`, of which equal schedules are made and checked once: a dry run asks for one on each rank of a pipeline."""
@@ -66,6 +66,12 @@ def chunks_of(model: Body) -> Callable[[str], int]:
         return layers[rest.partition(".")[0]] if first == "blocks" else ends
 
     return chunk_of
+
+
+def in_order_of_use(model: Body, states: Sequence[ParameterState]) -> list[ParameterState]:
+    """The states of a model's parameters in the order in which forward uses their weights; backward completes the last first."""
+    first = set(map(id, model.before_layers()))
+    return sorted(states, key=lambda state: id(state.parameter) not in first)
 
 
 class Pipeline:
@@ -118,6 +124,7 @@ class Pipeline:
             self.executor.announce = replicas.announce
             if overlap:
                 self.executor.expect = replicas.expect
+                replicas.gathers.behind(context.state)
         self.program = lru_cache(4)(self._program)
         _open_axes(context)
 

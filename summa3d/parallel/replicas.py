@@ -11,14 +11,16 @@ from zlib import crc32
 
 import numpy as np
 import torch
+from mpi4py import MPI
 
 from ..comm.health.agreement import check_agreement
 from ..comm.topology import SAME_ROWS, replica_axes
-from ..comm.transport.progress import IN_FLIGHT
+from ..comm.transport.progress import IN_FLIGHT, MOVER
 from ..comm.transport.select import NodeRule
 from ..layout.layout import split_sizes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
+from .gathers import WeightGathers
 from .states import ParameterState
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Replicas:
     states : the states of the model's parameters
     grid : the grid of the whole job
     buckets : which gradients travel together
+    gathers : of the weights that `update` has updated in parts, with zero 1 and 2
     zero : 0, moments are copied, and `update` gathers the summed gradients; 1 (ZeRO-1), moments are sharded, and it gathers the
         weights. Both move 2(D−1)/D words per element of a parameter with D replicas (mean over them), and give the same bits. 2,
         accumulated gradients are sharded as well: (m+1)(D−1)/D words with m micro-batches. 3, weights as well: layers gather them
@@ -84,6 +87,9 @@ class Replicas:
     _announced: set[str] = field(default_factory=set)
     _without: list[str] = field(default_factory=list)
     _awaited: dict[int, deque[tuple[Bucket, set[str]]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.gathers = WeightGathers(self.states, self.grid, self.buckets)
 
     @classmethod
     def of(
@@ -153,7 +159,7 @@ class Replicas:
         mark = 1 + crc32(" ".join(self._without).encode()) if self._without else 0
         summand = mark * (plane.size - 1) if plane.index == 0 else -mark  # the sum is 0 where all marks are equal
         whole = plane.all_reduce(np.array([complex(loss, summand)]))[0]
-        if whole.imag:
+        if whole.imag and plane.comm != MPI.COMM_NULL:  # the other replicas of a dry run have what this one has
             given = plane.all_reduce(np.array([float(state.given) for state in states]), "max")
             self._without = [state.name for state, result in zip(states, given, strict=True) if not result]
         return float(whole.real)
@@ -227,6 +233,7 @@ class Replicas:
         summands = axis.allocate((words,), like) if fits else None  # where a node's ranks sum them, without another copy
         pending = axis.start_reduce_scatter(bucket.pack(blocks, summands), sizes=bucket.sizes)
         self._in_flight.append((bucket, pending))
+        MOVER.begin(None if axis.offers_views(like) else axis.comm)
 
     def finish(self) -> None:
         """Wait for the sums of all buckets that were started."""
@@ -243,21 +250,19 @@ class Replicas:
         What `settle` found without a gradient has none in the step, as on one rank: nothing decays it.
         """
         if self.zero == 0:
-            self._gather(lambda state: state.accumulated, lambda state: state.own_gradient)
+            self._gather_gradients()
         for name in self._without:
             self.states[name].clear()
         step()
         if self.zero > 0:
-            self.gather_weights()
-
-    def gather_weights(self) -> None:
-        """Overwrite the weights that layers use by the parts that the replicas own, in their dtype; collective."""
-        self._gather(lambda state: state.used, lambda state: state.weight)
+            self.gathers.start()
 
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()
         shapes, index = {name: self.states[name].shardings.shape for name in bucket.names}, self.grid[bucket.axes].index
-        for name, part in bucket.parts_in(pending.wait(), index, shapes).items():
+        summed = pending.wait()
+        MOVER.end()
+        for name, part in bucket.parts_in(summed, index, shapes).items():
             if self.zero < 2:
                 _given(self.states[name].own_gradient).copy_(part)
             else:
@@ -275,18 +280,13 @@ class Replicas:
         return _given(state.accumulated)
 
     @torch.no_grad()
-    def _gather(self, whole: Callable[[ParameterState], Tensor | None], own: Callable[[ParameterState], Tensor | None]) -> None:
-        """Overwrite the whole blocks of all buckets by the parts that each replica owns."""
+    def _gather_gradients(self) -> None:
+        """Overwrite the gradients of all buckets by the sums that each replica owns."""
         for bucket in self.buckets:
-            states = [self.states[name] for name in bucket.names]
-            blocks, axis = _blocks(states, whole), self.grid[bucket.axes]
-            message = torch.cat([_given(own(state)).to(blocks[state.name].dtype).reshape(-1) for state in states])
-            here = axis.index if states[0].copy is None else None  # a copy in 16 bits has nothing yet of what is new
-            bucket.unpack(axis.all_gather(message, sizes=bucket.sizes, view=True), blocks, here)
-
-
-def _blocks(states: Sequence[ParameterState], of: Callable[[ParameterState], Tensor | None]) -> dict[str, Tensor]:
-    return {state.name: _given(of(state)) for state in states}
+            states, axis = [self.states[name] for name in bucket.names], self.grid[bucket.axes]
+            message = torch.cat([_given(state.own_gradient).reshape(-1) for state in states])
+            blocks = {state.name: _given(state.accumulated) for state in states}
+            bucket.unpack(axis.all_gather(message, sizes=bucket.sizes, view=True), blocks, axis.index)
 
 
 def _given(tensor: Tensor | None) -> Tensor:

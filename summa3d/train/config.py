@@ -341,7 +341,9 @@ class ReplicasConfig:
         same words; 2, accumulated gradients too, (m+1)/2 times the words with m micro-batches; 3, weights too, 3m/2 times
     bucket : bytes of gradients that are summed over the replicas in one message, at least
     overlap : whether gradients are summed over replicas in the last backward of a chunk, a bucket as soon as it is complete, and
-        while other chunks compute; else after all backwards
+        while other chunks compute; else after all backwards. And whether weights that replicas on several nodes have updated in
+        parts (zero 1 and 2) are gathered in the next forward, a layer ahead of its use; else before the step ends, as in a
+        node's memory
     """
 
     zero: int = 1

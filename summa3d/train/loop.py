@@ -242,6 +242,7 @@ def take_step(run: Run, number: int) -> StepMetrics:
 def compare_copies(run: Run) -> None:
     """Raise AgreementError on all ranks unless all copies of weights are equal, of those in 16 bits too; collective."""
     states = run.optimizer.states.values()
+    run.replicas.gathers.finish()
     named = [Named(state.name, state.parameter.data, state.shardings.stored) for state in states]
     named += [
         Named(f"{state.name} (working copy)", state.used, state.shardings.used) for state in states if state.copy is not None

@@ -24,7 +24,7 @@ from ..nn.adopt.folder import has_weights
 from ..nn.context import Context, check_split, scheme
 from ..nn.models.registry import Model, build
 from ..parallel.expert_load import ExpertLoads
-from ..parallel.pipeline import Pipeline, chunks_of, stages_of
+from ..parallel.pipeline import Pipeline, chunks_of, in_order_of_use, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.states import ParameterState, states_of
 from . import config as configuration
@@ -143,7 +143,7 @@ def prepare(
         moments = checkpoint.moment_blocks(optimizer) if saved.has_moments else []
         saved.load([*checkpoint.weight_blocks(states), *moments], grid)
         if any(state.copy is not None for state in states):
-            replicas.gather_weights()
+            replicas.gathers.start()
         run.done = saved.step
     on_root(comm, lambda: write_config(config, folder, saved, progress), ConfigError, folder=folder)
     return run
@@ -152,7 +152,7 @@ def prepare(
 def open_pipeline(config: Config, model: Model, states: Sequence[ParameterState]) -> tuple[Replicas, Pipeline]:
     """The replicas and the pipeline of a run's model, the same on all ranks; then the grid is sealed. Collective."""
     grid, how = model.context.whole, config.pipeline
-    replicas = Replicas.of(states, grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
+    replicas = Replicas.of(in_order_of_use(model, states), grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
     dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
     pipeline = Pipeline(model, how.schedule, config.rows, dtype, replicas, overlap, how.scatter)
     pipeline.check(config.train.accumulate)

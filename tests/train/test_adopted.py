@@ -173,6 +173,29 @@ def test_so_it_is_in_stages_and_replicas_of_a_cuboid(comm: Any, shared_tmp_path:
 
 
 @pytest.mark.mpi(sizes=(2,))
+@pytest.mark.parametrize("kind", ["gemma2", "qwen3"])
+def test_weights_gathered_behind_the_next_forward_change_no_bit(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of replicas on several nodes. The embedding is used first, and its gradient, complete last, is in the last bucket."""
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
+    folder_of(comm, shared_tmp_path, kind, tie_word_embeddings=False)
+    found = []
+    for overlap in (True, False):
+        settings = {"scheme": "oned", "grid.dp": 2, "replicas.bucket": 1, "replicas.overlap": str(overlap).lower()}
+        with prepared(comm, shared_tmp_path, f"run {overlap}", settings) as run:
+            names = [bucket.names[0] for bucket in run.replicas.buckets]
+            embedding = next(name for name in names if "embed_tokens" in name)
+            assert "lm_head" in names[0] and not any(name.startswith("blocks.") for name in names[names.index(embedding) :])
+            losses = [take_step(run, number).loss for number in (1, 2, 3)]
+            assert (run.replicas.gathers.left[0] > 0) is overlap
+            run.replicas.gathers.finish()
+            found.append([losses, *(state.parameter.data.clone() for state in run.optimizer.states.values())])
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(one, other) for one, other in zip(found[0][1:], found[1][1:], strict=True))
+
+
+@pytest.mark.mpi(sizes=(2,))
 def test_what_a_folder_cannot_be_trained_with_is_refused_by_name(comm: Any, shared_tmp_path: Path) -> None:
     folder, corpus = folder_of(comm, shared_tmp_path, "llama"), shared_corpus(comm, shared_tmp_path)
     refused: list[tuple[type[Exception], str, dict[str, Any]]] = [

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Protocol
 
 from mpi4py import MPI
@@ -12,6 +15,12 @@ CROWD = 64
 """Number of requests above which completed ones are removed."""
 REST = 0.00005
 """Seconds that a rank sleeps at a time while it waits for MPI, which would poll."""
+
+
+PERIOD = 0.003
+"""Seconds between two times that MPI moves what is in flight behind layers: a socket takes about as much at once."""
+QUIET = 4711
+"""The tag of a message that nobody sends."""
 
 
 class Movable(Protocol):
@@ -75,6 +84,45 @@ def doze(done: Callable[[], bool]) -> None:
         time.sleep(REST)
 
 
+class Mover:
+    """A thread that lets MPI move what is in flight every few milliseconds, while this process computes.
+
+    Products let MPI do so between their slabs; what is in flight behind whole layers would stop in torch's other operations, and
+    in a product of one rank. The thread asks for a message that nobody sends: no request has two owners. It runs where MPI was
+    started with MPI.THREAD_MULTIPLE, as a grid starts it, and sleeps where nothing is in flight.
+    """
+
+    def __init__(self) -> None:
+        self._many, self._begun = 0, False
+        self._wanted = threading.Event()
+        self._comm: MPI.Comm | None = None
+
+    def begin(self, comm: MPI.Comm | None) -> None:
+        """Know of a communication in flight, over a communicator; None, MPI does not move it."""
+        self._many += 1
+        if comm is None or comm == MPI.COMM_NULL or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            return
+        self._comm = comm
+        self._wanted.set()
+        if not self._begun:
+            self._begun = True
+            threading.Thread(target=self._run, name="mover", daemon=True).start()
+            atexit.register(self._wanted.clear)  # before MPI is finalized
+
+    def end(self) -> None:
+        """Know that one of them has been waited for."""
+        self._many -= 1
+        if not self._many:
+            self._wanted.clear()
+
+    def _run(self) -> None:
+        while self._wanted.wait():
+            time.sleep(PERIOD)
+            if self._comm is not None and self._wanted.is_set():
+                with suppress(MPI.Exception):  # whoever waits for a message learns of its error
+                    self._comm.Iprobe(tag=QUIET)
+
+
 class Naps:
     """The seconds that this rank has slept in the calls of an axis."""
 
@@ -85,3 +133,4 @@ class Naps:
 
 
 IN_FLIGHT = RequestsInFlight()
+MOVER = Mover()

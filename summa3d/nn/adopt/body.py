@@ -161,6 +161,13 @@ class AdoptedDecoder(LanguageModel):
             raise ConfigError('recompute = "selective" recomputes our own attention. Values for a folder\'s model: none, full.')
         super().recompute(kind, layers, distributed)
 
+    def before_layers(self) -> list[Tensor]:
+        """All weights outside the layers, whose use is up to the model's own code, but for a head that has its own."""
+        others = set(map(id, self.blocks.parameters()))
+        if not self.config.tied:
+            others.update(map(id, self.output().parameters()))
+        return [weight for weight in self.module.parameters() if id(weight) not in others]
+
     def output(self) -> Embedding:
         """The head."""
         head: Embedding = self.module.get_output_embeddings()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from math import lcm, prod
 
 import torch
@@ -122,6 +122,10 @@ class Body(ShardedModule, ABC):
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of the residual stream x after the last layer: one number, the same on every rank of the inner grid."""
 
+    def before_layers(self) -> list[Tensor]:
+        """The weights that `enter` may use: those of what is made before the layers."""
+        return [weight for _, weight in takewhile(lambda item: not item[0].startswith("blocks."), self.named_parameters())]
+
     def visible(self, inputs: Inputs) -> Visible:
         """Mask of the keys that each query of this rank's sequences may attend to, in every layer."""
         return visible(self.context, self.config.architecture.causal, inputs.get("attention_mask"), inputs.get("documents"))
@@ -134,6 +138,7 @@ class Body(ShardedModule, ABC):
 
         def run(blocks: Iterable[nn.Module], x: Tensor) -> Tensor:
             for block in blocks:
+                self.context.state.await_weights(block.parameters)
                 x = block(x, batch, visible)
             return x
 
@@ -165,7 +170,7 @@ class Body(ShardedModule, ABC):
         term = summed_terms(self.context, terms)
         return loss if term is None else loss + term.to(loss.dtype)
 
-    def drop(self, x: Tensor, batch: Batch) -> Tensor:
+    def _drop(self, x: Tensor, batch: Batch) -> Tensor:
         """The embedding dropout of the residual stream x."""
         return self.dropout(x, (batch.sequence, self.config.hidden), batch)
 
@@ -302,7 +307,7 @@ class LanguageModel(Body):
         """The embedded tokens with their positions, after dropout, [b/(XY), s, h/Z]."""
         positions = restarting_positions(inputs["documents"]) if "documents" in inputs else None
         x = self.embedding(self.context.block_of(inputs["tokens"], self.embedding.tokens_layout))
-        return self.drop(self.positioned(x, batch.sequence, positions), batch)
+        return self._drop(self.positioned(x, batch.sequence, positions), batch)
 
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of the next tokens: final norm, head, and cross entropy."""

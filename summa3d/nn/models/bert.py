@@ -103,7 +103,7 @@ class BERT(Body):
         x = self.embedding(self.context.block_of(tokens, self.embedding.tokens_layout))
         x = self.positions(x, batch.sequence, positions)
         x = self.token_types(x, batch.sequence, inputs["types"] if "types" in inputs else torch.zeros_like(tokens))
-        return self.drop(self.embedding_norm(x), batch)
+        return self._drop(self.embedding_norm(x), batch)
 
     def leave(self, x: Tensor, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of the masked tokens, plus that of the relations, if there are any."""

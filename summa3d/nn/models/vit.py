@@ -94,7 +94,7 @@ class ViT(Body):
         vector = context.broadcast_vector(self.class_token, context.residual, self.config.hidden)
         token = sum_gradient(vector, context.vector_rows(context.residual))
         x = torch.where(context.as_stored(context.block_of(first, context.residual))[..., None], token, x)
-        return self.drop(self.positions(x, batch.sequence), batch)
+        return self._drop(self.positions(x, batch.sequence), batch)
 
     def _flattened(self, images: Tensor) -> Tensor:
         """[b, channels, side, side] → [b, 1 + patches, channels·patch²]: zeros for the class token, then the patches."""
