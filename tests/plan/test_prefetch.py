@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from math import log, sqrt
 from pathlib import Path
 
@@ -110,7 +111,9 @@ def test_no_plan_that_prefetch_makes_one_of_the_fastest_is_dropped(cache: Path) 
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
-def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket(cache: Path, zero: int) -> None:
+def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket_and_gathers_behind_forwards_but_for_the_first_layer(
+    cache: Path, zero: int
+) -> None:
     times = Times(CLUSTER, Store())
     plan = Plan(stage(0, y=2), 16, 1, 1, 4, 3, zero)
     cells, _ = times.store.cells(plan.inner, plan.units)
@@ -118,19 +121,22 @@ def test_sums_over_replicas_run_behind_backwards_but_for_the_last_bucket(cache: 
     once = outer.seconds(move("reduce_scatter", "dp", held * 15 // 16, "float32"))
     gather = outer.seconds(move("all_gather", "dp", held * 15 // 16, "float32" if zero == 0 else "bfloat16"))
     sums, part = 3 if zero == 2 else 1, bucket_of(plan.inner, 2) / (4 * held)
-    assert 0.1 < part < 0.7
+    first = (held - (LAYERS - 1) * cells.elements[BLOCK] - cells.elements[LEAVE]) / held
+    assert 0.1 < part < 0.7 and 0.1 < first < 0.7
 
-    def exposed(backward: float) -> float:
-        left = once - LAYERS * backward
-        return gather + (sums - 1) * max(0.0, left) + max(part * once, left)
+    def exposed(backward: float, forward: float) -> float:
+        left, gathered = once - LAYERS * backward, gather if zero == 0 else max(first * gather, gather - LAYERS * forward)
+        return gathered + (sums - 1) * max(0.0, left) + max(part * once, left)
 
-    for backward in (0.0, 0.3 * once / LAYERS, 0.9 * once / LAYERS, once):
-        assert times._after(plan, backward).replicas == pytest.approx(exposed(backward)), backward
+    parts = (0.0, 0.3 * once / LAYERS, 0.9 * once / LAYERS, once)
+    for backward, forward in product(parts, parts):
+        assert times._after(plan, backward, forward).replicas == pytest.approx(exposed(backward, forward)), (backward, forward)
     spans = times.spans(plan)
-    assert times.after(plan).replicas == pytest.approx(exposed(spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds))
+    behind = spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds, spans[BLOCK, "F"].seconds
+    assert times.after(plan).replicas == pytest.approx(exposed(*behind))
     assert times.estimate(plan, least=True) <= times.estimate(plan)
     of_nodes = 1 + CLUSTER["nodes.spread"] * sqrt(2 * log(2 * 16 / 8))  # all wait for the slowest of those that all ranks fill
     assert CLUSTER["nodes.spread"] and times.seconds(plan) == pytest.approx(of_nodes * times.estimate(plan))
     for shared, hidden in ((plan.stage_ranks, False), (plan.stage_ranks - 1, True)):
         on_hosts = replace(plan, inner=replace(plan.inner, device="cpu", dtype="float32", shared=shared))
-        assert (times.after(on_hosts) != times._after(on_hosts, 0.0)) == hidden, shared
+        assert (times.after(on_hosts) != times._after(on_hosts, 0.0, 0.0)) == hidden, shared

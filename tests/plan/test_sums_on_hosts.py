@@ -63,7 +63,12 @@ def test_bytes_and_calls_are_those_of_a_dry_run(dp: int, node: int, tmp_path: Pa
     replicas = rank.pipeline.replicas
     assert replicas is not None
     passed, calls = {}, {}
-    for name, step in (("sum", replicas.reduce), ("gather", replicas.gather_weights)):
+
+    def gather() -> None:
+        replicas.gathers.start()
+        replicas.gathers.finish()  # what is owed where replicas are on several nodes
+
+    for name, step in (("sum", replicas.reduce), ("gather", gather)):
         with META, Calls() as counted, rank.tracer.storages, rank.tracer.recording() as found, torch.no_grad():
             step()
         ops = [op for segment in found[0] for op in segment.ops if op.kind == "elements"]

@@ -46,7 +46,7 @@ class PlacedPlan(PredictedStep):
 
 
 class After(NamedTuple):
-    """Seconds that no backward hides: sums and gathers over replicas; copies, norm and the optimizer's step."""
+    """Seconds that no layer hides: sums and gathers over replicas; copies, norm and the optimizer's step."""
 
     replicas: float
     optimizer: float
@@ -116,7 +116,7 @@ class Times:
                 for cell, sign in ((BLOCK, 1), (ENTER, -1), (LEAVE, -1)):
                     sums[cell, way] += sign * late
             self._least[key] = durations(sums)
-        return self._least[key]._replace(send=self.send(plan), after=sum(self._after(plan, inf)))
+        return self._least[key]._replace(send=self.send(plan), after=sum(self._after(plan, inf, inf)))
 
     # -- by replay
 
@@ -173,20 +173,21 @@ class Times:
         return seconds
 
     def after(self, plan: Plan) -> After:
-        """Seconds that no backward hides, of the rank that holds most parameters.
+        """Seconds that no layer hides, of the rank that holds most parameters.
 
-        Gradients are summed over replicas in the last backward, with ZeRO 2 in each. On devices and between nodes that is hidden,
-        as far as blocks take as long, but for the last bucket (`bench/overlap_steps.py`). In a node's memory nothing is: ranks
-        that compute move the words themselves.
+        Gradients are summed over replicas in the last backward, with ZeRO 2 in each; with ZeRO 1 and 2 updated weights are
+        gathered in the first forward. On devices and between nodes that is hidden, as far as blocks take as long, but for the
+        last bucket, and for the weights of the first layer and of what is before it (`bench/overlap_steps.py`). In a node's
+        memory nothing is: ranks that compute move the words themselves.
         """
         in_memory = plan.inner.device != "cuda" and plan.stage_ranks <= plan.inner.shared
         if in_memory or plan.copies == 1 or plan.zero == 3:
-            return self._after(plan, 0.0)
-        spans = self.spans(plan)
-        return self._after(plan, spans[BLOCK, "B"].seconds + spans[BLOCK, "W"].seconds)
+            return self._after(plan, 0.0, 0.0)
+        forward, *backward = (self.spans(plan)[BLOCK, way].seconds for way in PASSES)
+        return self._after(plan, sum(backward), forward)
 
-    def _after(self, plan: Plan, backward: float) -> After:
-        """The same, where sums run behind so many seconds of a micro-batch's backward of each block."""
+    def _after(self, plan: Plan, backward: float, forward: float) -> After:
+        """The same, where sums and gathers run behind so many seconds of a micro-batch's backward and forward of each block."""
         cells, _ = self.store.cells(plan.inner, plan.units)
         held, rank = max((number_of(plan, cells.elements, rank), rank) for rank in fullest(plan.stages, plan.layers))
         muon = self.muon(plan)
@@ -196,7 +197,7 @@ class Times:
             updated = sum(-(-own // copies) for own, _, copies in _by_copies(plan, cells, taken, 0))
         optimizer = self._optimizer(plan, updated, number_of(plan, cells.tensors, rank))
         return After(
-            self._replicas(plan, rank, plan.layers_of(rank) * backward),
+            self._replicas(plan, rank, plan.layers_of(rank) * backward, plan.layers_of(rank) * forward),
             optimizer + (0.0 if muon is None else self._of_blocks(plan, muon)),
         )
 
@@ -226,17 +227,18 @@ class Times:
             seconds += 0.0 if op.kind == "wait" else self._prices[key].seconds(op)
         return seconds
 
-    def _replicas(self, plan: Plan, rank: int, backward: float) -> float:
-        """Seconds of sums and gathers over the replicas of a rank of a pipeline, whose backward of a micro-batch hides sums.
+    def _replicas(self, plan: Plan, rank: int, backward: float, forward: float) -> float:
+        """Seconds of sums and gathers over the replicas of a rank of a pipeline.
 
-        Gradients are reduce-scattered in the dtype of weights that the optimizer keeps, weights gathered in that of layers.
+        A micro-batch's backward hides sums, its forward gathers. Gradients are reduce-scattered in the dtype of weights that the
+        optimizer keeps, weights gathered in that of layers.
 
         With zero 2 gradients are summed in every micro-batch; what zero 3 moves is part of the cells.
         """
         cells, _ = self.store.cells(plan.inner, plan.units)
         held, tensors = (number_of(plan, of, rank) for of in (cells.elements, cells.tensors))
         dtype, seconds = master_dtype(plan.inner.dtype), 0.0
-        for own, many, copies in _by_copies(plan, cells, held, tensors):
+        for (own, many, copies), needed in zip(_by_copies(plan, cells, held, tensors), _first(plan, cells, rank), strict=False):
             if copies == 1 or plan.zero == 3:
                 continue
             outer = self.outer("dp", plan.inner.ranks * plan.copies // copies, copies, plan.pp)
@@ -247,7 +249,10 @@ class Times:
             last = once * min(1.0, bucket_of(plan.inner, plan.inner.ranks) / (own * dtype_of(dtype).nbytes)) if own else 0.0
             seconds += (sums - 1) * max(0.0, once - backward) + max(last, once - backward)
             backward = max(0.0, backward - once)
-            seconds += outer.seconds(move("all_gather", "dp", words, gathered))
+            once = outer.seconds(move("all_gather", "dp", words, gathered))
+            first = once * min(1.0, needed / own) if own and plan.zero else once
+            seconds += max(first, once - forward)
+            forward = max(0.0, forward - once)
             if self.cluster["host.slots"]:
                 summed = outer.elements(*bytes_and_calls_of_a_sum(copies, own, many, dtype_of(dtype).nbytes))
                 sizes = dtype_of(gathered).nbytes, dtype_of(dtype).nbytes
@@ -338,6 +343,12 @@ def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int) -> list[tuple[
     layers = max(plan.layers_of(rank) for rank in range(plan.pp))
     experts, many = (min(item, layers * of["experts"]) for item, of in ((held, cells.elements), (tensors, cells.tensors)))
     return [(held - experts, tensors - many, plan.copies), (experts, many, plan.expert_copies)]
+
+
+def _first(plan: Plan, cells: Cells, rank: int) -> tuple[int, int]:
+    """Elements of the parameters that a rank needs for its first layer; of experts, where these have other copies."""
+    experts = cells.elements["experts"] if plan.copies != plan.expert_copies else 0
+    return cells.elements[BLOCK] - experts + cells.elements[ENTER] * (rank == 0), experts
 
 
 def bytes_and_calls_of_a_sum(copies: int, held: int, tensors: int, size: int) -> tuple[float, int]:
