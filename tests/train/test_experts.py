@@ -133,10 +133,12 @@ def test_a_steps_gradients_and_biases_are_those_of_a_plain_model_with_router_los
 
 
 @pytest.mark.mpi(sizes=(2, 4))
+@pytest.mark.parametrize("node", ["yes", "no"])
 def test_a_dry_run_given_the_runs_own_counts_moves_the_words_of_its_ledger(
-    comm: Any, world_size: int, shared_tmp_path: Path
+    comm: Any, world_size: int, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch, node: str
 ) -> None:
     """By phase and axis, on every rank, with balance and moving biases; other counts move other words."""
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", node)
     how = {2: {"grid.ep": 2}, 4: {"grid.ep": 2, "grid.y": 2, "scheme": "oned-sp"}}[world_size]
     config = small_config(shared_corpus(comm, shared_tmp_path), **keys(**how, **{"model.layers": 3}))
     run = prepare(config, comm, shared_tmp_path / "r")
