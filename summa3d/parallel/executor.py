@@ -37,15 +37,18 @@ class Stage:
     leaves: bool
     position: int | None = None
 
+    def await_weights(self) -> None:
+        """Return once the weights that it begins with may be used."""
+        first = self.model.blocks[self.first] if self.first < self.last else self.model
+        self.model.context.state.await_weights(self.model.before_layers if self.enters else first.parameters)
+
     def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last.
 
         And what its layers add to the loss; None, where they add nothing.
         """
         model, state = self.model, self.model.context.state
-        if x is None:
-            state.await_weights(model.before_layers)
-            x = model.enter(inputs, batch)
+        x = model.enter(inputs, batch) if x is None else x
         with model.context.state.collecting() as terms:
             x = model.through(x, self.first, self.last, batch, model.visible(inputs))
         if not self.leaves:
@@ -209,6 +212,7 @@ class PipelineExecutor:
         self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, of_output, of_input = self.stages[op.chunk], list[Tensor](), list[Tensor]()
+        stage.await_weights()  # before a message, so that weights are on their way while no stream has come
         x = None if stage.enters else self._taken("F", op, incoming)
         if x is not None and trains:
             x = leaf_of(x, of_input)

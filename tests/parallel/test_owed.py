@@ -102,3 +102,22 @@ def test_who_compares_evaluates_or_resumes_between_steps_has_whole_weights(
         assert run.replicas.gathers.left == (0, 0)
         run.grid.free()
     assert losses[0] == losses[1]
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_a_later_stage_has_weights_on_their_way_before_it_waits_for_a_stream(
+    comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
+    changes = {**STEPS, "scheme": "serial", "grid__dp": 2, "grid__pp": 2, "model__layers": 4, "replicas__bucket": 2000}
+    run = prepare(small_config(shared_corpus(comm, shared_tmp_path), **changes), comm, shared_tmp_path / "run")
+    take_step(run, 1)
+    owed, _ = run.replicas.gathers.left
+    trace = run.grid.ledger.start_trace()
+    take_step(run, 2)
+    run.grid.ledger.stop_trace()
+    gathers = [one.start for one in trace.communications if (one.name, one.axis) == ("all_gather", "dp")]
+    assert len(gathers) == owed > 2
+    waits = [one.end - one.wait for one in trace.communications if one.name == "receive" and "pp" in one.axis]
+    assert run.pipeline.rank == 0 or sum(start < waits[0] for start in gathers) >= 2
+    run.grid.free()
