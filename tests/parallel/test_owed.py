@@ -36,7 +36,8 @@ EXPERTS = {
 @pytest.mark.mpi(sizes=(2,))
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_module_has_whole_weights_while_those_of_the_next_layer_are_on_their_way(make_grid, family, zero):
+@pytest.mark.parametrize("by", ["pipeline", "model"])
+def test_every_module_has_whole_weights_while_those_of_the_next_layer_are_on_their_way(make_grid, by, family, zero):
     grid = make_grid(dp=2, node_memory=False)
     model = build(ModelConfig(**{**FAMILIES[family], "layers": 5}), scheme("oned", grid))
     states = states_of(model, grid, zero)
@@ -45,19 +46,25 @@ def test_every_module_has_whole_weights_while_those_of_the_next_layer_are_on_the
     want = {name: weight + 1 for name, weight in global_weights(model).items()}
     replicas.update(lambda: [state.weight.data.add_(1) for state in states])
     left: dict[str, tuple[int, int]] = {}
-    for name, module in model.named_modules():
+    for name, module in [*model.named_modules()][1:]:
 
         def check(module: Any, given: Any, name: str = name) -> None:
-            prefix = f"{name}." if name else ""
             for leaf, weight in module.named_parameters(recurse=False):
-                assert torch.equal(weight.data, want[prefix + leaf]), prefix + leaf
+                assert torch.equal(weight.data, want[f"{name}.{leaf}"]), name
             left[name] = replicas.gathers.left
 
         module.register_forward_pre_hook(check)
     batch = inputs(model.config)
+
+    def loss() -> Any:
+        if by == "pipeline":
+            return pipeline.run(1, lambda micro: (batch, model.batch_of(batch, count=7, pairs=5)))[0]
+        return model(**batch, count=7, **({"pairs": 5} if family == "bert" else {}))
+
     with torch.no_grad(), grid.ledger.watch() as moved:
-        pipeline.run(1, lambda micro: (batch, model.batch_of(batch, count=7, pairs=5)))
-    owed = [left[f"blocks.{layer}"] for layer in range(5)]
+        found, in_first = loss(), dict(left)
+        assert loss() == found  # of weights of the model itself, too
+    owed = [in_first[f"blocks.{layer}"] for layer in range(5)]
     assert sum(owed[0]) > 0.6 * len(replicas.buckets) and sum(owed[4]) <= 2
     assert all(coming >= min(2, sum(item)) for item in owed for coming in item[1:])
     assert [sum(item) for item in owed] == sorted(map(sum, owed), reverse=True)

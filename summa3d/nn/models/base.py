@@ -158,8 +158,11 @@ class Body(ShardedModule, ABC):
 
     def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
         """The residual stream after the last layer."""
-        x = self.enter(inputs, batch)
-        return self.through(x, 0, len(self.blocks), batch, self.visible(inputs))
+        state = self.context.state
+        state.await_weights(self.before_layers)
+        x = self.through(self.enter(inputs, batch), 0, len(self.blocks), batch, self.visible(inputs))
+        state.await_weights(self.parameters)
+        return x
 
     def loss_of(self, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of a batch: all cells, one after the other, and the router losses of training."""
