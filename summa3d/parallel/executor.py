@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
@@ -39,8 +39,12 @@ class Stage:
 
     def await_weights(self) -> None:
         """Return once the weights that it begins with may be used."""
-        first = self.model.blocks[self.first] if self.first < self.last else self.model
-        self.model.context.state.await_weights(self.model.before_layers if self.enters else first.parameters)
+        self.model.context.state.await_weights(self._first)
+
+    def _first(self) -> Iterable[Tensor]:
+        if self.enters:
+            return self.model.before_layers()
+        return (self.model.blocks[self.first] if self.first < self.last else self.model).parameters()
 
     def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last.

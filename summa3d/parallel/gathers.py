@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from mpi4py import MPI
 
+from ..comm.device.arrays import is_on_device
 from ..comm.transport.progress import MOVER
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..autograd.deferred import PassState
+    from ..comm.axis import Axis
     from ..comm.grid import BaseGrid
     from ..comm.pending import Pending
 
@@ -66,6 +69,7 @@ class WeightGathers:
                 self._end()
             else:
                 self._owed.append(bucket)
+                assert self._user.awaited in (None, self._await), "one model of a context is trained at a time"
                 self._user.awaited = self._await
 
     def finish(self) -> None:
@@ -104,7 +108,7 @@ class WeightGathers:
         dtype = states[0].used.dtype
         message = torch.cat([state.weight.to(dtype).reshape(-1) for state in states])
         self._coming.append((bucket, axis.start_all_gather(message, sizes=bucket.sizes, view=True)))
-        MOVER.begin(None if axis.offers_views(message) else axis.comm)
+        MOVER.begin(moved_by_mpi(axis, message))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -112,5 +116,10 @@ class WeightGathers:
         bucket, pending = self._coming.popleft()
         blocks = {name: self.states[name].used for name in bucket.names}
         copied = self.states[bucket.names[0]].copy is not None  # a copy in 16 bits has nothing yet of what is new
-        bucket.unpack(pending.wait(), blocks, None if copied else self.grid[bucket.axes].index)
         MOVER.end()
+        bucket.unpack(pending.wait(), blocks, None if copied else self.grid[bucket.axes].index)
+
+
+def moved_by_mpi(axis: Axis, array: Tensor) -> bool:
+    """Return whether MPI moves arrays like this one along an axis: the host's, of ranks that share no node's memory."""
+    return axis.comm != MPI.COMM_NULL and not is_on_device(array) and not axis.offers_views(array)

@@ -20,7 +20,7 @@ from ..comm.transport.select import NodeRule
 from ..layout.layout import split_sizes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
-from .gathers import WeightGathers
+from .gathers import WeightGathers, moved_by_mpi
 from .states import ParameterState
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class Replicas:
         summands = axis.allocate((words,), like) if fits else None  # where a node's ranks sum them, without another copy
         pending = axis.start_reduce_scatter(bucket.pack(blocks, summands), sizes=bucket.sizes)
         self._in_flight.append((bucket, pending))
-        MOVER.begin(None if axis.offers_views(like) else axis.comm)
+        MOVER.begin(moved_by_mpi(axis, like))
 
     def finish(self) -> None:
         """Wait for the sums of all buckets that were started."""
@@ -260,9 +260,8 @@ class Replicas:
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()
         shapes, index = {name: self.states[name].shardings.shape for name in bucket.names}, self.grid[bucket.axes].index
-        summed = pending.wait()
         MOVER.end()
-        for name, part in bucket.parts_in(summed, index, shapes).items():
+        for name, part in bucket.parts_in(pending.wait(), index, shapes).items():
             if self.zero < 2:
                 _given(self.states[name].own_gradient).copy_(part)
             else:

@@ -87,22 +87,21 @@ def doze(done: Callable[[], bool]) -> None:
 class Mover:
     """A thread that lets MPI move what is in flight every few milliseconds, while this process computes.
 
-    Products let MPI do so between their slabs; what is in flight behind whole layers would stop in torch's other operations, and
-    in a product of one rank. The thread asks for a message that nobody sends: no request has two owners. It runs where MPI was
-    started with MPI.THREAD_MULTIPLE, as a grid starts it, and sleeps where nothing is in flight.
+    Products let MPI do so between their slabs; what is in flight behind whole layers would stop in torch's other operations,
+    and in a product of one rank. The thread asks for a message of the world that nobody sends: no request has two owners. It
+    runs where MPI was started with MPI.THREAD_MULTIPLE, as a grid starts it, and sleeps where nothing is in flight.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ask: Callable[..., bool] = MPI.COMM_WORLD.Iprobe) -> None:
+        self._ask = ask
         self._many, self._begun = 0, False
         self._wanted = threading.Event()
-        self._comm: MPI.Comm | None = None
 
-    def begin(self, comm: MPI.Comm | None) -> None:
-        """Know of a communication in flight, over a communicator; None, MPI does not move it."""
+    def begin(self, by_mpi: bool = True) -> None:
+        """Know of a communication in flight. by_mpi : whether it is MPI that moves it."""
         self._many += 1
-        if comm is None or comm == MPI.COMM_NULL or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        if not by_mpi or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
-        self._comm = comm
         self._wanted.set()
         if not self._begun:
             self._begun = True
@@ -110,7 +109,7 @@ class Mover:
             atexit.register(self._wanted.clear)  # before MPI is finalized
 
     def end(self) -> None:
-        """Know that one of them has been waited for."""
+        """Know that one of them is waited for."""
         self._many -= 1
         if not self._many:
             self._wanted.clear()
@@ -118,9 +117,9 @@ class Mover:
     def _run(self) -> None:
         while self._wanted.wait():
             time.sleep(PERIOD)
-            if self._comm is not None and self._wanted.is_set():
+            if self._wanted.is_set() and not MPI.Is_finalized():
                 with suppress(MPI.Exception):  # whoever waits for a message learns of its error
-                    self._comm.Iprobe(tag=QUIET)
+                    self._ask(tag=QUIET)
 
 
 class Naps:

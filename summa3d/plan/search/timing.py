@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import inf, prod
+from math import ceil, inf, prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ...cluster import Cluster
@@ -177,8 +177,8 @@ class Times:
 
         Gradients are summed over replicas in the last backward, with ZeRO 2 in each; with ZeRO 1 and 2 updated weights are
         gathered in the first forward. On devices and between nodes that is hidden, as far as blocks take as long, but for the
-        last bucket, and for the weights of the first layer and of what is before it (`bench/overlap_steps.py`). In a node's
-        memory nothing is: ranks that compute move the words themselves.
+        last bucket, and for those with weights of the first layer and of what is before it (`bench/overlap_steps.py`). In a
+        node's memory nothing is: ranks that compute move the words themselves.
         """
         in_memory = plan.inner.device != "cuda" and plan.stage_ranks <= plan.inner.shared
         if in_memory or plan.copies == 1 or plan.zero == 3:
@@ -246,11 +246,12 @@ class Times:
             gathered = dtype if plan.zero == 0 else plan.inner.dtype
             sums = plan.micro_batches if plan.zero == 2 else 1
             once = outer.seconds(move("reduce_scatter", "dp", words, dtype))
-            last = once * min(1.0, bucket_of(plan.inner, plan.inner.ranks) / (own * dtype_of(dtype).nbytes)) if own else 0.0
+            bucket = bucket_of(plan.inner, plan.inner.ranks) / dtype_of(dtype).nbytes
+            last = once * min(1.0, bucket / own) if own else 0.0
             seconds += (sums - 1) * max(0.0, once - backward) + max(last, once - backward)
             backward = max(0.0, backward - once)
             once = outer.seconds(move("all_gather", "dp", words, gathered))
-            first = once * min(1.0, needed / own) if own and plan.zero else once
+            first = once * min(1.0, ceil(needed / bucket) * bucket / own) if own and plan.zero else once
             seconds += max(first, once - forward)
             forward = max(0.0, forward - once)
             if self.cluster["host.slots"]:
