@@ -32,7 +32,7 @@ class PassState:
     deferred : where its weight gradients are left; None, backward takes them
     running : the deferred gradient that is computed now
     terms : where layers add terms of the loss; None, nobody collects them
-    awaited : is told the weights that are used next, where some of them may still be on their way
+    pending_gathers : waits for the pending all-gathers of the weights that it is given; None where none is pending
     """
 
     def __init__(self) -> None:
@@ -40,16 +40,16 @@ class PassState:
         self.deferred: list[DeferredWeightGradient] | None = None
         self.running: DeferredWeightGradient | None = None
         self.terms: list[Tensor] | None = None
-        self.awaited: Callable[[Iterable[Tensor]], None] | None = None
+        self.pending_gathers: Callable[[Iterable[Tensor]], None] | None = None
 
     def __reduce__(self) -> tuple[type[PassState], tuple[()]]:
         """Return what the state of a copied model is made of: it runs no pass."""
         return PassState, ()
 
     def await_weights(self, weights: Callable[[], Iterable[Tensor]]) -> None:
-        """Return once these weights may be used: before a layer's forward."""
-        if self.awaited is not None:
-            self.awaited(weights())
+        """Wait for the pending all-gathers of these weights: before the forward that uses them."""
+        if self.pending_gathers is not None:
+            self.pending_gathers(weights())
 
     def add_term(self, term: Tensor) -> None:
         """Add this rank's summand of a term of the loss, if it is collected."""

@@ -30,8 +30,7 @@ from ..nn.parameter import ShardedParameter
 from ..nn.schemes.scheme import Scheme
 from ..nn.stages import Stages
 from ..parallel.executor import Program, ProgramStep, Stage, ops_of, program_of
-from ..parallel.pipeline import Pipeline, chunks_of, in_order_of_use, stages_of
-from ..parallel.replicas import Replicas
+from ..parallel.pipeline import Pipeline, replicas_in, stages_of
 from ..parallel.schedule import ALL, GRADIENT_ENDS, ScheduleOp, in_two
 from ..parallel.states import ParameterState, states_of
 from .device import kernels
@@ -311,8 +310,7 @@ class Rank:
             dtype, sums, replicas = getattr(torch, setting.stream or setting.dtype), setting.overlap_sums, None
             self.states = states_of(self.model, self.place, setting.zero, dtype)
             if training.optimizer is not None:
-                ordered = in_order_of_use(self.model, self.states)
-                replicas = Replicas.of(ordered, self.place, setting.zero, setting.bucket, chunks_of(self.model))
+                replicas = replicas_in(self.model, self.states, setting.zero, setting.bucket)
             self.pipeline = Pipeline(self.model, setting.schedule, setting.batch, dtype, replicas, sums, setting.scatter)
             self._ending = training.optimizer(self.pipeline, self.states) if training.optimizer else Ending()
         self.stretches = self._stretches()

@@ -38,26 +38,24 @@ class Stage:
     position: int | None = None
 
     def await_weights(self) -> None:
-        """Return once the weights that it begins with may be used."""
-        self.model.context.state.await_weights(self._first)
+        """Wait for the pending all-gathers of the weights that its forward uses first."""
 
-    def _first(self) -> Iterable[Tensor]:
-        if self.enters:
-            return self.model.before_layers()
-        return (self.model.blocks[self.first] if self.first < self.last else self.model).parameters()
+        def first() -> Iterable[Tensor]:
+            return self.model.before_layers() if self.enters else self.model.blocks[self.first : self.first + 1].parameters()
+
+        self.model.context.state.await_weights(first)
 
     def forward(self, x: Tensor | None, inputs: Inputs, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The stream behind the stage for the stream x before it (None: it enters); the loss, where the stage is the last.
 
         And what its layers add to the loss; None, where they add nothing.
         """
-        model, state = self.model, self.model.context.state
+        model = self.model
         x = model.enter(inputs, batch) if x is None else x
         with model.context.state.collecting() as terms:
             x = model.through(x, self.first, self.last, batch, model.visible(inputs))
         if not self.leaves:
             return x, summed_terms(model.context, terms)
-        state.await_weights(model.parameters)
         if self.position is None:
             return model.leave(x, inputs, batch), summed_terms(model.context, terms)
         return cast(LanguageModel, model).leave_at(x, self.position, batch), None
@@ -216,7 +214,7 @@ class PipelineExecutor:
         self, op: ScheduleOp, incoming: Incoming | None, sent: PipelineMessage | None, micro: tuple[Inputs, Batch], trains: bool
     ) -> list[Tensor]:
         stage, of_output, of_input = self.stages[op.chunk], list[Tensor](), list[Tensor]()
-        stage.await_weights()  # before a message, so that weights are on their way while no stream has come
+        stage.await_weights()  # before the receive, so that all-gathers are in flight while the stage waits for its input
         x = None if stage.enters else self._taken("F", op, incoming)
         if x is not None and trains:
             x = leaf_of(x, of_input)

@@ -1,4 +1,4 @@
-"""Gathers of the weights that replicas have updated in parts: at once in a node's memory, else behind the next forward."""
+"""All-gathers of the weights that replicas have updated in parts: at once in a node's memory, else during the next forward."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from mpi4py import MPI
 
 from ..comm.device.arrays import is_on_device
-from ..comm.transport.progress import MOVER
+from ..comm.transport.progress import PROGRESS
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket
 from .states import ParameterState
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 class WeightGathers:
-    """The gathers of weights of which each replica has updated a part: the weights that layers use are overwritten by all parts.
+    """The all-gathers of weights of which each replica has updated a part (ZeRO 1 and 2), a bucket at a time.
 
-    Behind `behind`, `start` leaves those of replicas on several nodes owed. The next forward says which weights it uses next
-    (`PassState.awaited`): before a layer uses its own they are waited for, and as many behind them are on their way. The order is
-    that of the first use, the same on every rank. Who reads weights between steps calls `finish` before.
+    After `overlap`, `start` defers those of replicas on several nodes. Layers of the next forward wait for the weights that they
+    use (`PassState.pending_gathers`), which keeps the next buckets in flight. The order is that of first use, the same on every
+    rank. Whatever else reads weights between steps calls `finish` first.
 
     Parameters
     ----------
@@ -37,89 +37,95 @@ class WeightGathers:
     grid : of the whole job
     buckets : which weights travel together
 
-    Memory: a layer's weights, or two buckets, gathered.
+    Words: (D−1)/D per element of a parameter with D replicas (mean over them). Memory: the gathered buckets in flight, two or as
+    many as the last layer waited for.
     """
 
     def __init__(self, states: Mapping[str, ParameterState], grid: BaseGrid, buckets: Sequence[Bucket]) -> None:
         self.states, self.grid = states, grid
         place = {name: number for number, name in enumerate(states)}
         self.buckets = sorted(buckets, key=lambda bucket: (bucket.chunk, min(place[name] for name in bucket.names)))
-        self._owed: deque[Bucket] = deque()
-        self._coming: deque[tuple[Bucket, Pending]] = deque()
-        self._user: PassState | None = None
+        self._bucket_of = {id(states[name].leaf): number for number, bucket in enumerate(self.buckets) for name in bucket.names}
+        self._left: deque[int] = deque()
+        self._in_flight: deque[Pending] = deque()
+        self._state: PassState | None = None
 
     @property
     def left(self) -> tuple[int, int]:
-        """Number of buckets that are owed, and of those on their way."""
-        return len(self._owed), len(self._coming)
+        """The number of buckets whose all-gather has not started, and of those in flight."""
+        return len(self._left) - len(self._in_flight), len(self._in_flight)
 
-    def behind(self, user: PassState) -> None:
-        """From now on gather behind the next forward of the layers whose pass `user` is the state of.
+    def overlap(self, state: PassState) -> None:
+        """Defer the all-gathers of later calls of `start` to the next forward of the layers that share this state.
 
-        In a node's memory weights are gathered at once: there the ranks themselves copy what moves, behind nothing.
+        Not those in a node's memory, where ranks copy the words themselves and nothing could hide them.
         """
-        self._user = user
+        self._state = state
 
     def start(self) -> None:
-        """Gather all weights, or leave them owed; collective over the replicas."""
+        """All-gather the weights that layers use, or defer that; collective over the replicas."""
         self.finish()
-        for bucket in self.buckets:
-            if self._user is None or self.grid[bucket.axes].offers_views(self.states[bucket.names[0]].used):
-                self._begin(bucket)
-                self._end()
+        for number, bucket in enumerate(self.buckets):
+            in_node = self.grid[bucket.axes].offers_views(self.states[bucket.names[0]].used)
+            if self._state is None or in_node:
+                self._unpack(bucket, self._begin(bucket))
             else:
-                self._owed.append(bucket)
-                assert self._user.awaited in (None, self._await), "one model of a context is trained at a time"
-                self._user.awaited = self._await
+                self._left.append(number)
+        if self._state is not None and self._left:
+            assert self._state.pending_gathers is None, "a context has one model in training"
+            self._state.pending_gathers = self._wait_for
 
     def finish(self) -> None:
-        """Gather what is owed; collective over the replicas."""
-        while self._owed or self._coming:
+        """Wait for all deferred all-gathers; collective over the replicas."""
+        while self._left:
             with self.grid.ledger.phase("optimizer"):
-                self._next()
+                self._wait()
 
-    def _await(self, weights: Iterable[Tensor]) -> None:
-        """Return once weights that a layer is about to use are whole."""
-        wanted = set(map(id, weights))
-        left = [bucket for bucket, _ in self._coming] + [*self._owed]
-        used = [place for place, bucket in enumerate(left) if any(id(self.states[name].leaf) in wanted for name in bucket.names)]
-        many = max(used, default=-1) + 1
+    def _wait_for(self, weights: Iterable[Tensor]) -> None:
+        """Wait for the buckets up to the last one that has any of these weights, and keep as many of the next ones in flight."""
+        last, many = max((self._bucket_of.get(id(weight), -1) for weight in weights), default=-1), 0
         with self.grid.ledger.phase("optimizer"):
-            for _ in range(many):
-                self._next()
-            self._ahead(max(BUCKETS_IN_FLIGHT, many))
+            while self._left and self._left[0] <= last:
+                self._wait()
+                many += 1
+            self._start_until(max(BUCKETS_IN_FLIGHT, many))
 
-    def _next(self) -> None:
-        """End the gather of the next bucket; by then others are on their way."""
-        self._ahead(BUCKETS_IN_FLIGHT)
-        self._end()
-        if self._user is not None and self.left == (0, 0):
-            self._user.awaited = None
+    def _wait(self) -> None:
+        """Wait for the next bucket, with others in flight."""
+        self._start_until(BUCKETS_IN_FLIGHT)
+        PROGRESS.end()
+        self._unpack(self.buckets[self._left[0]], self._in_flight.popleft())
+        self._left.popleft()
+        if self._state is not None and not self._left:
+            self._state.pending_gathers = None
 
-    def _ahead(self, many: int) -> None:
-        """Have so many gathers on their way."""
-        while self._owed and len(self._coming) < many:
-            self._begin(self._owed.popleft())
+    def _start_until(self, many: int) -> None:
+        """Start all-gathers until so many are in flight."""
+        while len(self._in_flight) < min(many, len(self._left)):
+            bucket = self.buckets[self._left[len(self._in_flight)]]
+            self._in_flight.append(self._begin(bucket))
+            PROGRESS.begin(progressed_by_mpi(self.grid[bucket.axes], self.states[bucket.names[0]].used))
 
     @torch.no_grad()
-    def _begin(self, bucket: Bucket) -> None:
-        """Begin the gather of what each replica owns of a bucket's weights, in the dtype of layers."""
-        states, axis = [self.states[name] for name in bucket.names], self.grid[bucket.axes]
+    def _begin(self, bucket: Bucket) -> Pending:
+        """Start the all-gather of a bucket, in the dtype of layers."""
+        states = [self.states[name] for name in bucket.names]
         dtype = states[0].used.dtype
-        message = torch.cat([state.weight.to(dtype).reshape(-1) for state in states])
-        self._coming.append((bucket, axis.start_all_gather(message, sizes=bucket.sizes, view=True)))
-        MOVER.begin(moved_by_mpi(axis, message))
+        return start_gather(bucket, self.grid[bucket.axes], (state.weight.to(dtype) for state in states))
 
     @torch.no_grad()
-    def _end(self) -> None:
-        """End the gather that was begun first."""
-        bucket, pending = self._coming.popleft()
-        blocks = {name: self.states[name].used for name in bucket.names}
-        copied = self.states[bucket.names[0]].copy is not None  # a copy in 16 bits has nothing yet of what is new
-        MOVER.end()
-        bucket.unpack(pending.wait(), blocks, None if copied else self.grid[bucket.axes].index)
+    def _unpack(self, bucket: Bucket, pending: Pending) -> None:
+        """Overwrite the weights that layers use."""
+        copied = self.states[bucket.names[0]].copy is not None  # into which the own part was not yet rounded
+        here = None if copied else self.grid[bucket.axes].index
+        bucket.unpack(pending.wait(), {name: self.states[name].used for name in bucket.names}, here)
 
 
-def moved_by_mpi(axis: Axis, array: Tensor) -> bool:
-    """Return whether MPI moves arrays like this one along an axis: the host's, of ranks that share no node's memory."""
+def start_gather(bucket: Bucket, axis: Axis, own: Iterable[Tensor]) -> Pending:
+    """Start the all-gather of a bucket from the parts that this rank owns, in the order of its names; `unpack` takes it."""
+    return axis.start_all_gather(torch.cat([part.reshape(-1) for part in own]), sizes=bucket.sizes, view=True)
+
+
+def progressed_by_mpi(axis: Axis, array: Tensor) -> bool:
+    """Return whether MPI moves arrays like this one along an axis: those of hosts that share no node's memory; no dry run's."""
     return axis.comm != MPI.COMM_NULL and not is_on_device(array) and not axis.offers_views(array)

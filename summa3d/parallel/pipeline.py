@@ -68,10 +68,14 @@ def chunks_of(model: Body) -> Callable[[str], int]:
     return chunk_of
 
 
-def in_order_of_use(model: Body, states: Sequence[ParameterState]) -> list[ParameterState]:
-    """The states of a model's parameters in the order in which forward uses their weights; backward completes the last first."""
+def replicas_in(model: Body, states: Sequence[ParameterState], zero: int, bucket: int) -> Replicas:
+    """The replicas of a model, with buckets in the order of `forward`, which backward completes in reverse; collective over them.
+
+    zero, bucket : as of `Replicas.of`
+    """
     first = set(map(id, model.before_layers()))
-    return sorted(states, key=lambda state: id(state.parameter) not in first)
+    ordered = sorted(states, key=lambda state: id(state.parameter) not in first)
+    return Replicas.of(ordered, model.context.whole, zero, bucket, chunks_of(model))
 
 
 class Pipeline:
@@ -124,7 +128,7 @@ class Pipeline:
             self.executor.announce = replicas.announce
             if overlap:
                 self.executor.expect = replicas.expect
-                replicas.gathers.behind(context.state)
+                replicas.gathers.overlap(context.state)
         self.program = lru_cache(4)(self._program)
         _open_axes(context)
 

@@ -15,12 +15,12 @@ from mpi4py import MPI
 
 from ..comm.health.agreement import check_agreement
 from ..comm.topology import SAME_ROWS, replica_axes
-from ..comm.transport.progress import IN_FLIGHT, MOVER
+from ..comm.transport.progress import IN_FLIGHT, PROGRESS
 from ..comm.transport.select import NodeRule
 from ..layout.layout import split_sizes
 from ..nn.overlap import BUCKETS_IN_FLIGHT
 from .buckets import Bucket, buckets_of
-from .gathers import WeightGathers, moved_by_mpi
+from .gathers import WeightGathers, progressed_by_mpi, start_gather
 from .states import ParameterState
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Replicas:
     states : the states of the model's parameters
     grid : the grid of the whole job
     buckets : which gradients travel together
-    gathers : of the weights that `update` has updated in parts, with zero 1 and 2
+    gathers : the all-gathers of the weights that `update` has updated in parts, with zero 1 and 2
     zero : 0, moments are copied, and `update` gathers the summed gradients; 1 (ZeRO-1), moments are sharded, and it gathers the
         weights. Both move 2(D−1)/D words per element of a parameter with D replicas (mean over them), and give the same bits. 2,
         accumulated gradients are sharded as well: (m+1)(D−1)/D words with m micro-batches. 3, weights as well: layers gather them
@@ -233,7 +233,7 @@ class Replicas:
         summands = axis.allocate((words,), like) if fits else None  # where a node's ranks sum them, without another copy
         pending = axis.start_reduce_scatter(bucket.pack(blocks, summands), sizes=bucket.sizes)
         self._in_flight.append((bucket, pending))
-        MOVER.begin(moved_by_mpi(axis, like))
+        PROGRESS.begin(progressed_by_mpi(axis, like))
 
     def finish(self) -> None:
         """Wait for the sums of all buckets that were started."""
@@ -260,7 +260,7 @@ class Replicas:
     def _end_oldest(self) -> None:
         bucket, pending = self._in_flight.popleft()
         shapes, index = {name: self.states[name].shardings.shape for name in bucket.names}, self.grid[bucket.axes].index
-        MOVER.end()
+        PROGRESS.end()
         for name, part in bucket.parts_in(pending.wait(), index, shapes).items():
             if self.zero < 2:
                 _given(self.states[name].own_gradient).copy_(part)
@@ -283,9 +283,8 @@ class Replicas:
         """Overwrite the gradients of all buckets by the sums that each replica owns."""
         for bucket in self.buckets:
             states, axis = [self.states[name] for name in bucket.names], self.grid[bucket.axes]
-            message = torch.cat([_given(state.own_gradient).reshape(-1) for state in states])
-            blocks = {state.name: _given(state.accumulated) for state in states}
-            bucket.unpack(axis.all_gather(message, sizes=bucket.sizes, view=True), blocks, axis.index)
+            pending = start_gather(bucket, axis, (_given(state.own_gradient) for state in states))
+            bucket.unpack(pending.wait(), {state.name: _given(state.accumulated) for state in states}, axis.index)
 
 
 def _given(tensor: Tensor | None) -> Tensor:

@@ -334,7 +334,7 @@ def training_of(config: Config) -> Training:
             if loads is not None:
                 loads.take()
             replicas.update(lambda: taken.step(config.train.learning_rate, CLIPPED if config.train.clip else 1.0))
-            replicas.gathers.finish()  # which a run does in the next forward
+            replicas.gathers.finish()  # in a run, during the next forward
 
         written = sum(block.tensor.nbytes for block in own_blocks(taken) if block.sharding.is_primary(replicas.grid))
         moments = (moment.nbytes for kind in taken.moments.values() for moment in kind.values())

@@ -24,7 +24,7 @@ from ..nn.adopt.folder import has_weights
 from ..nn.context import Context, check_split, scheme
 from ..nn.models.registry import Model, build
 from ..parallel.expert_load import ExpertLoads
-from ..parallel.pipeline import Pipeline, chunks_of, in_order_of_use, stages_of
+from ..parallel.pipeline import Pipeline, replicas_in, stages_of
 from ..parallel.replicas import Replicas
 from ..parallel.states import ParameterState, states_of
 from . import config as configuration
@@ -152,7 +152,7 @@ def prepare(
 def open_pipeline(config: Config, model: Model, states: Sequence[ParameterState]) -> tuple[Replicas, Pipeline]:
     """The replicas and the pipeline of a run's model, the same on all ranks; then the grid is sealed. Collective."""
     grid, how = model.context.whole, config.pipeline
-    replicas = Replicas.of(in_order_of_use(model, states), grid, config.replicas.zero, config.replicas.bucket, chunks_of(model))
+    replicas = replicas_in(model, states, config.replicas.zero, config.replicas.bucket)
     dtype, overlap = torch_dtype(config.dtype), config.replicas.overlap
     pipeline = Pipeline(model, how.schedule, config.rows, dtype, replicas, overlap, how.scatter)
     pipeline.check(config.train.accumulate)

@@ -66,7 +66,7 @@ def test_bytes_and_calls_are_those_of_a_dry_run(dp: int, node: int, tmp_path: Pa
 
     def gather() -> None:
         replicas.gathers.start()
-        replicas.gathers.finish()  # what is owed where replicas are on several nodes
+        replicas.gathers.finish()  # what is deferred where replicas are on several nodes
 
     for name, step in (("sum", replicas.reduce), ("gather", gather)):
         with META, Calls() as counted, rank.tracer.storages, rank.tracer.recording() as found, torch.no_grad():

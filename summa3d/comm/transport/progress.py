@@ -1,4 +1,4 @@
-"""The MPI requests in flight of this process. A rank that sleeps in node memory asks MPI about them, so that they progress."""
+"""The MPI requests in flight of this process, and what lets MPI progress: a rank that sleeps in node memory, and a thread."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ CROWD = 64
 """Number of requests above which completed ones are removed."""
 REST = 0.00005
 """Seconds that a rank sleeps at a time while it waits for MPI, which would poll."""
-
-
-PERIOD = 0.003
-"""Seconds between two times that MPI moves what is in flight behind layers: a socket takes about as much at once."""
-QUIET = 4711
-"""The tag of a message that nobody sends."""
+PROBE_PERIOD = 0.003
+"""Seconds between two probes of the progress thread: a socket's buffer is full or empty about as soon."""
+PROBE_TAG = 4711
+"""The tag of its probes, which no message has."""
 
 
 class Movable(Protocol):
@@ -84,42 +82,42 @@ def doze(done: Callable[[], bool]) -> None:
         time.sleep(REST)
 
 
-class Mover:
-    """A thread that lets MPI move what is in flight every few milliseconds, while this process computes.
+class ProgressThread:
+    """A thread that makes MPI progress every few milliseconds while the main thread computes (asynchronous progress).
 
-    Products let MPI do so between their slabs; what is in flight behind whole layers would stop in torch's other operations,
-    and in a product of one rank. The thread asks for a message of the world that nobody sends: no request has two owners. It
-    runs where MPI was started with MPI.THREAD_MULTIPLE, as a grid starts it, and sleeps where nothing is in flight.
+    Local products make MPI progress between slabs; buckets are in flight during whole layers, whose other operations do not.
+    A probe (MPI_Iprobe on the world) progresses all requests of the process and touches none, so that each has one owner.
+    The thread needs MPI.THREAD_MULTIPLE, with which a grid initializes MPI, and sleeps while nothing is in flight.
     """
 
-    def __init__(self, ask: Callable[..., bool] = MPI.COMM_WORLD.Iprobe) -> None:
-        self._ask = ask
-        self._many, self._begun = 0, False
+    def __init__(self, probe: Callable[..., bool] = MPI.COMM_WORLD.Iprobe) -> None:
+        self._probe = probe
+        self._in_flight, self._started = 0, False
         self._wanted = threading.Event()
 
     def begin(self, by_mpi: bool = True) -> None:
-        """Know of a communication in flight. by_mpi : whether it is MPI that moves it."""
-        self._many += 1
+        """Count a collective that has started. by_mpi : whether MPI progresses it; of others the thread need not start."""
+        self._in_flight += 1
         if not by_mpi or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             return
         self._wanted.set()
-        if not self._begun:
-            self._begun = True
-            threading.Thread(target=self._run, name="mover", daemon=True).start()
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._run, name="MPI progress", daemon=True).start()
             atexit.register(self._wanted.clear)  # before MPI is finalized
 
     def end(self) -> None:
-        """Know that one of them is waited for."""
-        self._many -= 1
-        if not self._many:
+        """Count a collective that is waited for."""
+        self._in_flight -= 1
+        if not self._in_flight:
             self._wanted.clear()
 
     def _run(self) -> None:
         while self._wanted.wait():
-            time.sleep(PERIOD)
+            time.sleep(PROBE_PERIOD)
             if self._wanted.is_set() and not MPI.Is_finalized():
-                with suppress(MPI.Exception):  # whoever waits for a message learns of its error
-                    self._ask(tag=QUIET)
+                with suppress(MPI.Exception):  # a failed request raises in its own wait
+                    self._probe(tag=PROBE_TAG)
 
 
 class Naps:
@@ -132,4 +130,4 @@ class Naps:
 
 
 IN_FLIGHT = RequestsInFlight()
-MOVER = Mover()
+PROGRESS = ProgressThread()

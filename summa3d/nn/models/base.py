@@ -147,22 +147,23 @@ class Body(ShardedModule, ABC):
                 x = run(blocks, x)
             return x, *([torch.stack(terms).sum()] if terms else [])
 
-        if not self.recomputed_layers:
-            return run(islice(self.blocks, first, last), x)
-        for start in range(first, last, self.recomputed_layers):
-            blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
-            x, *term = recompute(partial(stretch, blocks), [x], blocks, self.context.copies if self.distributed_inputs else None)
-            for item in term:
-                self.context.state.add_term(item)
+        if self.recomputed_layers:
+            for start in range(first, last, self.recomputed_layers):
+                blocks = list(islice(self.blocks, start, min(start + self.recomputed_layers, last)))
+                kept = self.context.copies if self.distributed_inputs else None
+                x, *term = recompute(partial(stretch, blocks), [x], blocks, kept)
+                for item in term:
+                    self.context.state.add_term(item)
+        else:
+            x = run(islice(self.blocks, first, last), x)
+        if last == len(self.blocks):
+            self.context.state.await_weights(self.parameters)  # those of the final norm and the head
         return x
 
     def encoded(self, inputs: Inputs, batch: Batch) -> Tensor:
         """The residual stream after the last layer."""
-        state = self.context.state
-        state.await_weights(self.before_layers)
-        x = self.through(self.enter(inputs, batch), 0, len(self.blocks), batch, self.visible(inputs))
-        state.await_weights(self.parameters)
-        return x
+        self.context.state.await_weights(self.before_layers)
+        return self.through(self.enter(inputs, batch), 0, len(self.blocks), batch, self.visible(inputs))
 
     def loss_of(self, inputs: Inputs, batch: Batch) -> Tensor:
         """The loss of a batch: all cells, one after the other, and the router losses of training."""

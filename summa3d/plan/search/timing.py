@@ -238,7 +238,9 @@ class Times:
         cells, _ = self.store.cells(plan.inner, plan.units)
         held, tensors = (number_of(plan, of, rank) for of in (cells.elements, cells.tensors))
         dtype, seconds = master_dtype(plan.inner.dtype), 0.0
-        for (own, many, copies), needed in zip(_by_copies(plan, cells, held, tensors), _first(plan, cells, rank), strict=False):
+        first_layer = cells.elements[BLOCK] + cells.elements[ENTER] * (rank == 0)
+        needed_first = (item for item, _, _ in _by_copies(plan, cells, first_layer, 0, 1))
+        for (own, many, copies), needed in zip(_by_copies(plan, cells, held, tensors), needed_first, strict=True):
             if copies == 1 or plan.zero == 3:
                 continue
             outer = self.outer("dp", plan.inner.ranks * plan.copies // copies, copies, plan.pp)
@@ -337,19 +339,16 @@ def _in_turn(cells: Cells, way: str, units: int, prices: Prices) -> dict[str, Re
     return result
 
 
-def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int) -> list[tuple[int, int, int]]:
-    """Elements and number of the parameters that a rank holds, with their copies: dense ones, and experts where these differ."""
+def _by_copies(plan: Plan, cells: Cells, held: int, tensors: int, layers: int | None = None) -> list[tuple[int, int, int]]:
+    """Elements and number of the parameters that a rank holds, with their copies: dense ones, and experts where these differ.
+
+    layers : that these parameters are of; default the most of a rank
+    """
     if plan.copies == plan.expert_copies:
         return [(held, tensors, plan.copies)]
-    layers = max(plan.layers_of(rank) for rank in range(plan.pp))
+    layers = layers or max(plan.layers_of(rank) for rank in range(plan.pp))
     experts, many = (min(item, layers * of["experts"]) for item, of in ((held, cells.elements), (tensors, cells.tensors)))
     return [(held - experts, tensors - many, plan.copies), (experts, many, plan.expert_copies)]
-
-
-def _first(plan: Plan, cells: Cells, rank: int) -> tuple[int, int]:
-    """Elements of the parameters that a rank needs for its first layer; of experts, where these have other copies."""
-    experts = cells.elements["experts"] if plan.copies != plan.expert_copies else 0
-    return cells.elements[BLOCK] - experts + cells.elements[ENTER] * (rank == 0), experts
 
 
 def bytes_and_calls_of_a_sum(copies: int, held: int, tensors: int, size: int) -> tuple[float, int]:

@@ -13,8 +13,7 @@ from serial_runs import STEPS, trained
 from small_runs import shared_corpus, small_config
 
 from summa3d.nn import ModelConfig, build, scheme
-from summa3d.parallel.pipeline import Pipeline, chunks_of, in_order_of_use
-from summa3d.parallel.replicas import Replicas
+from summa3d.parallel.pipeline import Pipeline, replicas_in
 from summa3d.parallel.states import states_of
 from summa3d.train.loop import compare_copies, evaluate, take_step
 from summa3d.train.prepare import prepare
@@ -37,11 +36,11 @@ EXPERTS = {
 @pytest.mark.parametrize("zero", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("by", ["pipeline", "model"])
-def test_every_module_has_whole_weights_while_those_of_the_next_layer_are_on_their_way(make_grid, by, family, zero):
+def test_every_module_has_whole_weights_while_those_of_the_next_layer_are_in_flight(make_grid, by, family, zero):
     grid = make_grid(dp=2, node_memory=False)
     model = build(ModelConfig(**{**FAMILIES[family], "layers": 5}), scheme("oned", grid))
     states = states_of(model, grid, zero)
-    replicas = Replicas.of(in_order_of_use(model, states), grid, zero, 4 * 96 * 96, chunks_of(model))
+    replicas = replicas_in(model, states, zero, 4 * 96 * 96)
     pipeline = Pipeline(model, "1f1b", 4, torch.float32, replicas)
     want = {name: weight + 1 for name, weight in global_weights(model).items()}
     replicas.update(lambda: [state.weight.data.add_(1) for state in states])
@@ -64,13 +63,13 @@ def test_every_module_has_whole_weights_while_those_of_the_next_layer_are_on_the
     with torch.no_grad(), grid.ledger.watch() as moved:
         found, in_first = loss(), dict(left)
         assert loss() == found  # of weights of the model itself, too
-    owed = [in_first[f"blocks.{layer}"] for layer in range(5)]
-    assert sum(owed[0]) > 0.6 * len(replicas.buckets) and sum(owed[4]) <= 2
-    assert all(coming >= min(2, sum(item)) for item in owed for coming in item[1:])
-    assert [sum(item) for item in owed] == sorted(map(sum, owed), reverse=True)
+    left_at = [in_first[f"blocks.{layer}"] for layer in range(5)]
+    assert sum(left_at[0]) > 0.6 * len(replicas.buckets) and sum(left_at[4]) <= 2
+    assert all(coming >= min(2, sum(item)) for item in left_at for coming in item[1:])
+    assert [sum(item) for item in left_at] == sorted(map(sum, left_at), reverse=True)
     sizes = [bucket.sizes for bucket in replicas.buckets]
     assert moved.rows and grid.ledger.total(phase="optimizer").words == sum(sum(item) - item[grid["dp"].index] for item in sizes)
-    assert model.context.state.awaited is None and replicas.gathers.left == (0, 0)
+    assert model.context.state.pending_gathers is None and replicas.gathers.left == (0, 0)
 
 
 RUNS = {"pipeline": PIPED, "prefetch": AHEAD, "experts": EXPERTS}
@@ -112,19 +111,19 @@ def test_who_compares_evaluates_or_resumes_between_steps_has_whole_weights(
 
 
 @pytest.mark.mpi(sizes=(4,))
-def test_a_later_stage_has_weights_on_their_way_before_it_waits_for_a_stream(
+def test_a_later_stage_has_all_gathers_in_flight_before_it_waits_for_its_input(
     comm: Any, shared_tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SUMMA3D_NODE_MEMORY", "no")
     changes = {**STEPS, "scheme": "serial", "grid__dp": 2, "grid__pp": 2, "model__layers": 4, "replicas__bucket": 2000}
     run = prepare(small_config(shared_corpus(comm, shared_tmp_path), **changes), comm, shared_tmp_path / "run")
     take_step(run, 1)
-    owed, _ = run.replicas.gathers.left
+    left_at, _ = run.replicas.gathers.left
     trace = run.grid.ledger.start_trace()
     take_step(run, 2)
     run.grid.ledger.stop_trace()
     gathers = [one.start for one in trace.communications if (one.name, one.axis) == ("all_gather", "dp")]
-    assert len(gathers) == owed > 2
+    assert len(gathers) == left_at > 2
     waits = [one.end - one.wait for one in trace.communications if one.name == "receive" and "pp" in one.axis]
     assert run.pipeline.rank == 0 or sum(start < waits[0] for start in gathers) >= 2
     run.grid.free()
