@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from itertools import product
-from math import ceil, log, sqrt
+from math import ceil, inf, log, sqrt
 from pathlib import Path
 
 import pytest
@@ -108,6 +108,26 @@ def test_no_plan_that_prefetch_makes_one_of_the_fastest_is_dropped(cache: Path) 
             with_prefetch = [replace(one, inner=inner) for inner in (one.inner, *one.inner.overlapped)]
             prices.add(round(min(map(times.seconds, with_prefetch)), 15))
     assert len(prices) > 10 and [one.seconds for one in found.best] == pytest.approx(sorted(prices)[:3], rel=1e-9)
+
+
+def test_a_mixture_waits_for_the_experts_of_its_first_layer_too_which_fewer_replicas_gather(cache: Path) -> None:
+    model = ModelConfig(family="mixtral", layers=LAYERS, hidden=512, heads=8, ffn=4096, sequence=256, vocabulary=1024, experts=8)
+    shape = (("x", 1), ("y", 2), ("z", 1))
+    inner = StageGrid(model, "cuboid", shape, "none", True, "bfloat16", "cuda", 4, 1, 8, outer=(("ep", 2),))
+    times = Times(CLUSTER, Store())
+    plan = Plan(inner, 8, 1, 1, 2, 1, 1)
+    cells, _ = times.store.cells(plan.inner, plan.units)
+    held, experts, bucket = number_of(plan, cells.elements, 0), cells.elements["experts"], bucket_of(inner, 2) / 4
+    dense_of_first = cells.elements[ENTER] + cells.elements[BLOCK] - experts
+    kinds = [(held - LAYERS * experts, dense_of_first, 16), (LAYERS * experts, experts, 8)]
+    want = 0.0
+    for own, needed, copies in kinds:
+        outer, words = times.outer("dp", 2 * 16 // copies, copies), own * (copies - 1) // copies
+        sums = outer.seconds(move("reduce_scatter", "dp", words, "float32"))
+        gather = outer.seconds(move("all_gather", "dp", words, "bfloat16"))
+        want += min(1.0, bucket / own) * sums + min(1.0, ceil(needed / bucket) * bucket / own) * gather
+    assert plan.expert_copies == 8 and min(needed / own for own, needed, _ in kinds) > 0.1
+    assert times._after(plan, inf, inf).replicas == pytest.approx(want)
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
