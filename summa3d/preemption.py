@@ -25,6 +25,8 @@ _received: signal.Signals | None = None
 _watched = False
 _say: Callable[[str], object] = str
 """What shows a line to the user; nothing, as a rule."""
+_told = threading.Lock()
+"""Held from when the user was shown that Ctrl-C was heard."""
 
 
 def hold() -> None:
@@ -80,11 +82,18 @@ def telling(say: Callable[[str], object]) -> Iterator[None]:
     global _say
     before, _say = _say, say
     if _received == signal.SIGINT:
-        say(AGAIN)
+        tell()
     try:
         yield
     finally:
         _say = before
+
+
+def tell() -> None:
+    """Show the user, once, that this process or another of the run heard Ctrl-C."""
+    if _say is not str and _told.acquire(blocking=False):
+        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+            _say(AGAIN)
 
 
 def received() -> signal.Signals | None:
@@ -121,8 +130,7 @@ def _watch(reader: int) -> None:
             if _received is None:
                 first, _received = time.monotonic(), signal.Signals(number)
                 if number == signal.SIGINT:
-                    with contextlib.suppress(OSError, ValueError):  # nobody reads it
-                        _say(AGAIN)
+                    tell()
             elif time.monotonic() - first > SAME:
                 os._exit(128 + number)
 

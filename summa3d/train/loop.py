@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
@@ -126,10 +127,10 @@ def train(
             watchdog.Watchdog(hung, "no training step completed") if hung else nullcontext() as deadline,
             torch.autograd.set_multithreading_enabled(False),
         ):
-            preempted = run_steps(run, recorder, writer, lease, progress, deadline, traced)
+            asked = run_steps(run, recorder, writer, lease, progress, deadline, traced)
         recorder.close()
         seconds = time.perf_counter() - began
-        summary = preempted_at(run, progress) if preempted else finish(run, recorder, seconds, progress)
+        summary = preempted_at(run, progress, asked) if asked else finish(run, recorder, seconds, progress)
         run.grid.free()
     return summary
 
@@ -155,16 +156,16 @@ def run_steps(
     progress: Progress,
     deadline: watchdog.Watchdog | None = None,
     traced: TraceWindow | None = None,
-) -> bool:
+) -> str:
     """Take the remaining steps; evaluate and save at their periods, and after the last step.
 
-    Returns whether it ended before the last step, and saved, because some rank was asked to end. Ranks agree on that before the
+    Returns what asked it to end before the last step, if it saved and ended for that; else "". Ranks agree on that before the
     first step, and in each step by the sum of the gradient norm.
     """
     settings, ledger = run.config.train, run.grid.ledger
     run.writer = writer
-    if run.grid.comm.allreduce(preemption.received() is not None, MPI.MAX) and run.done < settings.steps:
-        return True
+    if (asked := asked_to_end(run)) and run.done < settings.steps:
+        return asked
     for number in range(run.done + 1, settings.steps + 1):
         lease.check()
         if traced is not None and number == traced.first:
@@ -187,19 +188,27 @@ def run_steps(
                 progress.say(f"step {number}, sample: {text!r}")
         recorder.post(step)
         progress.step(step, recorder.core_time)
-        ends = bool(run.votes.asked) and number < settings.steps
-        if settings.keep and (ends or _due(number, settings.checkpoint_every, settings.steps)):
+        asked = asked_to_end(run) if run.votes.asked and number < settings.steps else ""
+        if settings.keep and (asked or _due(number, settings.checkpoint_every, settings.steps)):
             recorder.flush()
-            waits = ends or number == settings.steps or not settings.background
+            waits = bool(asked) or number == settings.steps or not settings.background
             writer.save(number, run.blocks(), run.loss_scale.state(), waits)
         elif not run.votes.writing:
             writer.settle()
         run.done = number
         if deadline is not None:
             deadline.touch()
-        if ends:
-            return True
-    return False
+        if asked:
+            return asked
+    return ""
+
+
+def asked_to_end(run: Run) -> str:
+    """Which rank got which signal that asks the run to end, "" where none did; collective. Ctrl-C of any rank is shown."""
+    signals = run.grid.comm.allgather(preemption.received())
+    if signal.SIGINT in signals:
+        preemption.tell()
+    return next((f"rank {rank} got {result.name}" for rank, result in enumerate(signals) if result is not None), "")
 
 
 def take_step(run: Run, number: int) -> StepMetrics:
@@ -323,10 +332,8 @@ def finish(run: Run, recorder: MetricsWriter, seconds: float, progress: Progress
     return comm.bcast(summary)
 
 
-def preempted_at(run: Run, progress: Progress) -> dict[str, Any]:
-    """Say that the run ends before its last step, and what asked for it; collective. Returns its summary on every rank."""
-    signals = run.grid.comm.allgather(preemption.received())
-    asked = next(f"rank {rank} got {result.name}" for rank, result in enumerate(signals) if result is not None)
+def preempted_at(run: Run, progress: Progress, asked: str) -> dict[str, Any]:
+    """Say that the run ends before its last step, and what asked for it. Returns its summary, equal on every rank."""
     saved = checkpoint.newest(run.checkpoints) == run.checkpoints / f"step-{run.done}" if run.config.train.keep else False
     kept = f"saved after step {run.done}" if saved else "nothing to save"
     progress.say(f"{asked}: {kept} of {run.config.train.steps}; exit status {preemption.STATUS}, --resume continues")

@@ -91,20 +91,26 @@ def ranks_of(process: int) -> dict[int, int]:
     return {launched[1]: one for one, launched in reversed(found.items()) if launched not in (None, own)}  # type: ignore[index]
 
 
-@pytest.mark.parametrize("ways", ["terminal", pytest.param("group", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("ways", ["terminal", "one rank", pytest.param("group", marks=pytest.mark.wide)])
 def test_ctrl_c_under_launch_saves_once_however_often_it_arrives_within_a_second(tmp_path: Path, ways: str) -> None:
-    """The keys of a terminal, or a signal to its whole foreground group, as editors and `timeout` send it."""
+    """The keys of a terminal, a signal to a rank that shows nothing, or to the whole foreground group, as `timeout` sends it."""
     job = Terminal([*SUMMA3D, "launch", "-n", "2", *endless(tmp_path)], tmp_path)
     try:
         job.until(lambda: has_steps(tmp_path))
         for _ in range(2):
-            job.type("\x03") if ways == "terminal" else os.killpg(job.process, signal.SIGINT)
+            if ways == "terminal":
+                job.type("\x03")
+            elif ways == "group":
+                os.killpg(job.process, signal.SIGINT)
+            else:
+                os.kill(ranks_of(job.process)[1], signal.SIGINT)
         assert job.status() == 75, job.shown
     finally:
         job.close()
-    step = len(metrics_of(tmp_path))
-    assert f"SIGINT: saved after step {step} of" in " ".join(job.shown.split()), job.shown
-    assert job.shown.count("saving; Ctrl-C again stops at once") == 1, job.shown
+    step, shown = len(metrics_of(tmp_path)), " ".join(job.shown.split())
+    assert f"SIGINT: saved after step {step} of" in shown, job.shown
+    before, *after = shown.split("saving; Ctrl-C again stops at once")
+    assert len(after) == 1 and "saved after step" not in before, job.shown
     assert (tmp_path / f"run/checkpoints/step-{step}/index.json").is_file() and "Traceback" not in job.shown
 
 
