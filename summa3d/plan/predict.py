@@ -47,7 +47,7 @@ class PredictedStep:
     over replicas and the optimizer, of the rank that has most. overlap : communications of a cell run behind arithmetic until
     they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward) → communications that
     run behind its arithmetic, along each axis at once. late, early : those that run behind the last backward of a rank's layers,
-    and behind their first forward. contention : the part of the time of those behind a cell's arithmetic that they slow it down.
+    and behind their first forward. contention : the part of the time of those behind arithmetic that they slow it down.
     """
 
     cells: Mapping[str, Cell]
@@ -135,7 +135,7 @@ class PredictedStep:
         send, after, *apart = (sum(map(prices.seconds, ops), 0.0) for ops in around)
         layers = max(map(sum, zip(*[iter(self.layers)] * self.chunks, strict=True))) if self.late or self.early else 0
         for seconds, of_layers in zip(apart, (backward[BLOCK], forward[BLOCK]), strict=True):
-            after += max(0.0, seconds - layers * of_layers)
+            after += max(0.0, seconds - layers * of_layers) + self.contention * min(seconds, layers * of_layers)
         return Durations(forward, backward, send, after)
 
     def of_stages(self, parts: Durations) -> dict[tuple[str, int], float]:

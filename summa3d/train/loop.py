@@ -204,7 +204,7 @@ def run_steps(
 
 
 def asked_to_end(run: Run) -> str:
-    """Which rank got which signal that asks the run to end, "" where none did; collective. Ctrl-C of any rank is shown."""
+    """Return which rank got which signal that asks the run to end, or ""; collective. Ctrl-C of any rank is shown."""
     signals = run.grid.comm.allgather(preemption.received())
     if signal.SIGINT in signals:
         preemption.tell()

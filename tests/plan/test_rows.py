@@ -198,17 +198,32 @@ def test_random_steps_obey_physics(tmp_path: Path) -> None:
 
 
 def test_products_in_eight_bits_cost_their_own_rate_and_their_casts(tmp_path: Path) -> None:
-    """Only a block's products, at the cluster's peak.float8, each with an operand cast; by how much, follows from the step."""
+    """Only a block's products, at the cluster's peak.float8, each with an operand cast; by how much, follows from the step.
+
+    What is gathered is cast by its owners, in half as many bytes: of two ranks each casts half.
+    """
     wide = {"model": {**MODEL, "hidden": 8192, "heads": 64, "ffn": 28672}}
     (half,), (eight,) = (read(tmp_path, {**wide, "dtype": dtype}) for dtype in ("bfloat16", "fp8"))
     cells = step(eight.given).cells
     products = [op for way in cells[BLOCK] for op in way if op.kind == "product" and op.name != "attention"]
     casts = [op for way in cells[BLOCK] for op in way if op.name == "cast"]
     assert {op.dtype for op in products} == {"float8"} and len(casts) == len(products)
-    assert sum(op.read for op in casts) == sum(2 * op.m * op.k * op.batch for op in products)
+    assert {op.layer.split(".", 2)[2] for op in products} == {"attention", "attention.out", "mlp", "mlp.down"}
+    gathered = {"nn": ("attention", "mlp"), "nt": ("attention.out", "mlp.down"), "tn": ("attention", "mlp")}
+    whole = {op: 2 * op.m * op.k * op.batch for op in products}
+    halves = [whole[op] // 2 if op.layer.split(".", 2)[2] in gathered[op.name] else whole[op] for op in products]
+    assert [op.read for op in casts] == halves
+    moved = [[op for way in step(row.given).cells[BLOCK] for op in way if op.kind == "move"] for row in (half, eight)]
+    assert any(op.name == "reduce_scatter" for op in moved[0])
+    for wide_op, narrow in zip(*moved, strict=True):
+        assert narrow.words * (2 if narrow.name == "all_gather" else 1) == wide_op.words
     assert all(op.dtype != "float8" for name, cell in cells.items() if name != BLOCK for way in cell for op in way)
     ratio = step(half.given).seconds(half.cluster) / step(eight.given).seconds(eight.cluster)
     assert 1.2 < ratio < eight.cluster["peak.float8"] / eight.cluster["peak.bfloat16"]
+    halved = (
+        2.5 * 4 * 2 * 2048 * (8192 + 28672) / 2
+    )  # of 2.5 micro-batches in flight, on four layers: outputs of norms, and down's input
+    assert bytes_of(half.given) - bytes_of(eight.given) == pytest.approx(1.06 * halved)
     (ampere,) = read(tmp_path, {"gpu": "A100", "dtype": "fp8"})
     assert any("no peak.float8" in remark for remark in ampere.remarks) and not ampere.given["eight_bits"]
 
@@ -268,14 +283,15 @@ def test_what_a_program_computes_again_it_does_not_keep(tmp_path: Path) -> None:
 
 
 def test_maxtext_keeps_q_k_and_v_and_torchtitan_every_second_product(tmp_path: Path) -> None:
-    """MaxText keeps the first product of a block, and no backward needs its last; torchtitan keeps attention and up beside it."""
+    """MaxText keeps the first product of a block, and no backward needs its last; torchtitan splits it, and keeps no k nor up."""
     changes = {"grid": {"fsdp": 16}, "chunks": 1, "micro_batch": 4, "recompute": "selective"}
     found = {program: read(tmp_path, {**changes, "program": program})[0] for program in ("fsdp2", "maxtext")}
     block = step(found["maxtext"].given).cells[BLOCK]
     again = [op.layer for op in block.backward if op.phase == "recompute" and op.kind == "product"]
     assert again == [op.layer for op in block.forward if op.kind == "product"][1:-1]
     tokens = 4 * 2048
-    more = MODEL["layers"] * 2 * tokens * 2 * MODEL["ffn"] + 4 * tokens * MODEL["vocabulary"]  # attention is as wide as down
+    width = 2 * MODEL["hidden"] + MODEL["ffn"] - MODEL["hidden"] // 2  # attention, down and gate, and k, which is half as wide
+    more = MODEL["layers"] * 2 * tokens * width + 10 * tokens * MODEL["vocabulary"]
     assert bytes_of(found["fsdp2"].given) - bytes_of(found["maxtext"].given) == pytest.approx(1.06 * more)
 
 
@@ -286,6 +302,59 @@ def test_states_fall_with_shards_and_activations_with_recomputation(tmp_path: Pa
     assert bytes_of(zero.given) < bytes_of(plain.given) and bytes_of(full.given) < bytes_of(zero.given)
     eight, sixteen = (read(tmp_path, {"program": "fsdp2", "grid": {"fsdp": g}, "gpus": g, "chunks": 1})[0] for g in (8, 16))
     assert bytes_of(sixteen.given) < bytes_of(eight.given)
+
+
+def test_a_stage_of_a_pipeline_gathers_its_shards_once_a_step_and_keeps_them(tmp_path: Path) -> None:
+    """torch's FSDP in a pipeline: weights stay gathered, gradients are added up whole in 32 bits, and cut at the step's end."""
+    stage = {"program": "fsdp2", "grid": {"fsdp": 4, "pp": 4}, "chunks": 1, "switches": {"overlap_p2p": True}}
+    (piped,), (flat,) = (read(tmp_path, one) for one in (stage, {**stage, "grid": {"fsdp": 16}}))
+    plan, other = step(piped.given), step(flat.given)
+    hidden, ffn = MODEL["hidden"], MODEL["ffn"]
+    held = 2 * hidden * (2 * hidden + hidden + 3 * ffn) + MODEL["vocabulary"] * hidden  # two blocks, q and out, k and v of half
+    assert [(op.name, op.axis, op.words, op.dtype) for op in (*plan.early, *plan.late)] == [
+        ("all_gather", "shards", held * 3 // 4, "bfloat16"),
+        ("reduce_scatter", "shards", held * 3 // 4, "float32"),
+    ]
+    assert not plan.behind and not other.early and not other.late
+    assert {op.axis for ops in other.behind.values() for op in ops} == {"shards"}
+    replicas = {**piped.given, "shards": 1, "dp": 4, "zero": 0}
+    assert bytes_of(piped.given) - bytes_of(replicas) == pytest.approx(1.06 * held * (2 + 4 + 16 / 4 - 16))
+
+
+def test_weights_are_cut_over_contexts_too_and_replicas_of_shards_hold_the_same(tmp_path: Path) -> None:
+    shards = {"program": "fsdp2", "chunks": 1, "micro_batch": 1}
+    grids = {"fsdp": 16}, {"fsdp": 4, "cp": 4}, {"fsdp": 1, "cp": 16}
+    rows_of = [read(tmp_path, {**shards, "grid": g, "micro_batch": g.get("cp", 1)})[0] for g in grids]
+    sizes = [bytes_of(row.given) for row in rows_of]
+    assert sizes[1:] == pytest.approx([sizes[0]] * 2, rel=1e-3)
+    gathers = [[op for op in step(row.given).behind[BLOCK, False] if op.axis != "cp"] for row in rows_of]
+    assert [[op.axis for op in ops] for ops in gathers] == [["shards"], ["cp·shards"], ["cp·shards"]]
+    assert len({op.words for ops in gathers for op in ops}) == 1
+    (eight,) = read(tmp_path, {**shards, "grid": {"fsdp": 8}, "gpus": 8, "batch": 32})
+    (twice,) = read(tmp_path, {**shards, "grid": {"fsdp": 8, "dp": 2}})
+    assert bytes_of(twice.given) == bytes_of(eight.given)
+    (total,) = step(twice.given).late
+    own = MODEL["layers"] * gathers[0][0].words * 16 // 15 + MODEL["vocabulary"] * MODEL["hidden"]
+    assert (total.name, total.axis, total.words) == ("all_reduce", "zero·dp", 2 * (own // 8) // 2)
+    assert [op.name for op in step(twice.given).after] == [op.name for op in step(eight.given).after] == ["adam"]
+    plan, cluster = step(twice.given), twice.cluster
+    hidden = Prices(cluster, plan.topology).seconds(total)
+    with_it, without = (replace(plan, contention=part).durations(cluster).after for part in (0.7, 0.0))
+    assert 0 < hidden < MODEL["layers"] * plan.durations(cluster).backward[BLOCK]
+    assert with_it - without == pytest.approx(0.7 * hidden)
+
+
+def test_the_last_stage_holds_the_logits_and_a_block_that_is_computed_again_its_results(tmp_path: Path) -> None:
+    """Full recomputation keeps inputs alone, of wide blocks too, whose joined weights are no activations."""
+    wide = {**MODEL, "hidden": 4096, "heads": 32, "ffn": 14336, "layers": 16}
+    changes = {"model": wide, "grid": {"tp": 4, "sp": True, "pp": 4, "dp": 1}, "recompute": "full", "chunks": 1, "micro_batch": 1}
+    few, many = (read(tmp_path, {**changes, "batch": batch})[0].given for batch in (1, 64))
+    tokens = 2048
+    kept = 1.06 * (4 - 1) * 4 * 2 * tokens * wide["hidden"] / 4  # three micro-batches more in flight, of four blocks
+    assert bytes_of(many) - bytes_of(few) == pytest.approx(kept, rel=0.35) and bytes_of(few) > 0
+    for vocabulary, last in ((32000, False), (4_000_000, True)):
+        sizes = [bytes_of({**given, "vocabulary": vocabulary}) for given in (few, many)]
+        assert (sizes[1] == sizes[0]) == last, vocabulary
 
 
 def test_the_null_model_is_the_median_utilisation_of_a_devices_other_rows(tmp_path: Path) -> None:
@@ -397,13 +466,16 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize(("name", "near", "spearman"), [("dgxc", 0.04, 0.9), ("others", 0.08, 0.75)])
+@pytest.mark.parametrize(
+    ("name", "near", "spearman"),
+    [("dgxc", 0.04, 0.9), ("others", 0.08, 0.75), ("bridge", 0.06, 0.75), ("blackwell", 0.04, 0.8), ("torchtitan", 0.05, 0.9)],
+)
 def test_rows_of_programs_seen_after_the_fits_are_near(name: str, near: float, spearman: float) -> None:
-    """Ninety rows of NeMo, MaxText and Paxml, and 54 of InternEvo, IBM and torchtitan, the latter with printed gigabytes."""
+    """Rows of NeMo, MaxText, Paxml, InternEvo, IBM, Megatron-Bridge, and torchtitan, which prints gigabytes, too."""
     result = judge.judged(rows.read(PUBLISHED / f"{name}.json"))
     summary = result["summary"]
     assert result["refused"] == 0 and summary["median"] < near and summary["spearman"] > spearman
-    assert summary["memory"] is None or summary["memory"]["median"] < 0.08
+    assert summary["memory"] is None or summary["memory"]["median"] < 0.1
 
 
 @pytest.mark.wide

@@ -123,10 +123,17 @@ def eager(trace: OpTrace) -> Iterable[Op]:
 
 @of_each_trace
 def in_eight_bits(trace: OpTrace) -> Iterable[Op]:
-    """Products of a block run in 8 bits, for which an operand of each is cast, and is written transposed too."""
+    """Products of a block run in 8 bits, for which an operand of each is cast, and is written transposed too.
+
+    What is gathered is cast before: each rank casts its own part, and half as many words of 16 bits travel.
+    """
+    gathered, received = "", 0
     for op in trace:
-        if op.kind == "product" and op.name != "attention":
+        if op.kind == "move" and op.name == "all_gather":
+            gathered, received, op = op.layer, op.words, op._replace(words=-(-op.words // 2))
+        elif op.kind == "product" and op.name != "attention":
             size = op.m * op.k * op.batch
+            size -= received if op.layer == gathered and received < size <= 2 * received else 0
             yield Op("elements", op.phase, op.layer, "cast", read=2 * size, written=2 * size)
             op = op._replace(dtype=EIGHT_BITS)
         yield op

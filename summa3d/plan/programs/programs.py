@@ -54,7 +54,8 @@ class PricedProgram(NamedTuple):
     sums : dtype in which shards of weights' gradients are added up. contention : the part of their time for which gathers of
     weights slow down the arithmetic that they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes
     of a parameter beside its master and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum.
-    logits : bytes of a logit beside its 16 bits, of a loss in 32; twice as many where no compiler joins it with its gradient.
+    logits : bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps
+    beside its input, where all else is computed again. ports : of a node that it uses, all where 0.
     """
 
     about: str
@@ -67,6 +68,8 @@ class PricedProgram(NamedTuple):
     newer: bool = False
     kept: int = 6
     logits: int = 0
+    results: tuple[str, ...] = ()
+    ports: int = 0
 
 
 PROGRAMS = {
@@ -90,10 +93,30 @@ PROGRAMS = {
         "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True, 4
     ),
     "fsdp2": PricedProgram(
-        "torch's FSDP2, torchtitan", (as_nccl,), FSDP, half_again, "flash2", "float32", CONTENTION, True, 4, 4
+        "torch's FSDP2, torchtitan",
+        (as_nccl,),
+        FSDP,
+        half_again,
+        "flash2",
+        "float32",
+        CONTENTION,
+        True,
+        4,
+        10,
+        ("q", "v", "attention", "gate", "down"),
     ),
-    "maxtext": PricedProgram("MaxText, XLA's FSDP", (as_nccl,), FSDP, all_but_qkv_again, newer=True, kept=4),
+    "maxtext": PricedProgram(
+        "MaxText, XLA's FSDP", (as_nccl,), FSDP, all_but_qkv_again, newer=True, kept=4, results=("q", "k", "v")
+    ),
     "deepspeed-zero": PricedProgram("DeepSpeed's ZeRO", (as_nccl,), FSDP, core_again, "flash2", "bfloat16", CONTENTION, True, 4),
+    "deepspeed-zero-2021": PricedProgram(
+        "DeepSpeed's ZeRO-3 as of 2021 (PTD-P)",
+        (fused_softmax, strided_attention, sums_of_halves),
+        {"prefetch": True},
+        contention=CONTENTION,
+        kept=4,
+        ports=1,
+    ),
 }
 """Name → program."""
 ALIASES = {
@@ -119,7 +142,9 @@ def program_of(name: str) -> tuple[str, PricedProgram]:
 
 
 def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
-    """The cluster with the rate of fused attention by the program's kernel."""
+    """The cluster with the ports that the program uses, and the rate of fused attention by its kernel."""
+    if program.ports:
+        cluster = cluster.replaced({"network.ports": float(program.ports)}, "assumed")
     if not program.kernel or not cluster["attention.forward"]:
         return cluster
     part = cluster[f"attention.{program.kernel}"]

@@ -16,7 +16,7 @@ from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .devices import cluster_of, device_of
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
-from .step import block_parameters
+from .step import FULLY, block_parameters
 
 KEYS = {
     **{"source": str, "program": str, "cluster": str, "gpu": str, "gpus_per_node": int, "network": str, "model": dict},
@@ -167,13 +167,13 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         remarks.append(f"experts are priced as a feed-forward of {model['top_k']} times the width")
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
-    zero = int(switches.get("zero", 1 if grid["shards"] == 1 else 3))
+    zero = int(switches.get("zero", FULLY if (row.get("grid") or {}).get("fsdp") else 1))
     size = switches.get("zero_size", grid["dp"])
     if not (_is(size, int) and size >= 1 and grid["dp"] % size == 0):
         fitting = ", ".join(map(str, divisors(grid["dp"])))
         raise ConfigError(f"switches.zero_size = {size!r} is no whole number that divides dp {grid['dp']}: {fitting}.")
     given |= {"zero": zero, "zero_size": size}
-    if zero == 3 and given["shards"] == 1:
+    if zero == FULLY and given["shards"] == 1:
         given |= {"shards": given["dp"], "dp": 1}
     tokens = row["batch"] * row["sequence"]
     seconds = row.get("seconds") or tokens / row["tokens_s_gpu"] / row["gpus"]

@@ -23,6 +23,8 @@ OPTIMIZER_BYTES = 46
 """Bytes of memory that a step passes for each parameter: 16-bit gradient to float32 (2 + 4), unscaled (4 + 4), its norm (4), Adam
 (16 read, 12 written)."""
 HALF = "bfloat16"
+FULLY = 3
+"""The stage of ZeRO that cuts weights, too."""
 
 
 def step(given: Mapping[str, Any]) -> PredictedStep:
@@ -49,7 +51,7 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
             behind[name, backward] = (*behind.get((name, backward), ()), *ops)
         else:
             of_cells[name] = _with(of_cells[name], backward, ops)
-    late, early, after = _after(held // shards, given, on)
+    late, early, after = _after(held, given, on)
     messages = () if pp == 1 or (on.get("overlap_p2p") and chunks > 1) else _messages(words, tp, given.get("scatter", True))
     return PredictedStep(
         of_cells,
@@ -119,9 +121,10 @@ def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
     return tuple(result)
 
 
-def in_flight(ranks: int, chunks: int, micro_batches: int) -> float:
-    """Micro-batches whose inputs the first rank of a pipeline keeps, a fraction where it has chunks."""
-    return min(micro_batches, ranks * (1 + (ranks - 1) / (ranks * chunks))) if chunks > 1 else min(micro_batches, ranks)
+def in_flight(ranks: int, chunks: int, micro_batches: int, rank: int = 0) -> float:
+    """Micro-batches whose inputs a rank of a pipeline keeps, a fraction where it has chunks."""
+    after = ranks - 1 - rank
+    return min(micro_batches, (2 * after + (chunks - 1) * ranks + 1) / chunks if chunks > 1 else after + 1)
 
 
 def _with(cell: Cell, backward: bool, ops: OpTrace) -> Cell:
@@ -142,51 +145,71 @@ def _in_pieces(of_cells: Mapping[str, Cell], pieces: int) -> tuple[dict[str, Cel
 
 
 def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dict[tuple[str, bool], tuple[Op, ...]]:
-    """Communications of cells along contexts, and shards of weights: keys and values around the ring, weights and gradients."""
-    contexts, shards, tp = given.get("cp", 1), given.get("shards", 1), given["tp"]
+    """Communications of cells along contexts, and shards of weights: keys and values around the ring, weights and gradients.
+
+    In a pipeline, weights that are cut are gathered and summed once a step (`_after`).
+    """
+    contexts, tp = given.get("cp", 1), given["tp"]
     result: dict[tuple[str, bool], tuple[Op, ...]] = {}
     if contexts > 1:
         heads = max(given.get("kv_heads") or given["heads"], tp) // tp
         keys = 2 * given["micro_batch"] * given["sequence"] // contexts * heads * (given["hidden"] // given["heads"])
         ring = [move("all_gather", "cp", times * keys * (contexts - 1), HALF) for times in (1, 3)]  # gradients in 32 bits
         result |= {(BLOCK, backward): (ring[backward],) for backward in (False, True)}
-    if shards > 1:
+    if shards_of(given) > 1 and given["pp"] == 1:
         for name, many in ((BLOCK, block_parameters(given) // tp), (ENTER, ends), (LEAVE, ends)):
-            words = many * (shards - 1) // shards
-            gather = move("all_gather", "shards", words, HALF)
-            total = move("reduce_scatter", "shards", words, PROGRAMS[given["profile"]].sums)
+            gather, total = _whole(many, given)
             result[name, False] = (*result.get((name, False), ()), gather)
             result[name, True] = (*result.get((name, True), ()), gather, total)
     return result
 
 
+def _whole(many: int, given: Mapping[str, Any]) -> tuple[Op, Op]:
+    """The gather of so many weights that are cut, and the sum of their gradients."""
+    shards, axis = shards_of(given), "·".join(("cp",) * (given.get("cp", 1) > 1) + ("shards",))
+    words = many * (shards - 1) // shards
+    return move("all_gather", axis, words, HALF), move("reduce_scatter", axis, words, PROGRAMS[given["profile"]].sums)
+
+
+def shards_of(given: Mapping[str, Any]) -> int:
+    """The ranks over which weights are cut (ZeRO-3, FSDP): the shards of all contexts, which have the same weights; or 1."""
+    shards = int(given.get("shards", 1))
+    return shards * int(given.get("cp", 1)) if shards > 1 or given.get("zero") == FULLY else 1
+
+
 def neighbours_of(given: Mapping[str, Any]) -> int:
-    """The replicas of dp over which masters and moments are cut: all, or `zero_size` neighbours, as those of a node."""
-    return min(given.get("zero_size") or given["dp"], given["dp"]) if given.get("zero", 0) else 1
+    """The replicas of dp over which masters and moments are cut, where weights are not: all, or `zero_size` neighbours."""
+    whole = given.get("zero", 0) and shards_of(given) == 1
+    return min(given.get("zero_size") or given["dp"], given["dp"]) if whole else 1
 
 
 def owners_of(given: Mapping[str, Any]) -> int:
-    """The ranks over which masters and moments are cut: such replicas, of each context; one without ZeRO."""
-    return neighbours_of(given) * given.get("cp", 1) if given.get("zero", 0) else 1
+    """The ranks over which masters and moments are cut beside the weights: such replicas, of each context; one without ZeRO."""
+    whole = given.get("zero", 0) and shards_of(given) == 1
+    return neighbours_of(given) * given.get("cp", 1) if whole else 1
 
 
 def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
-    """Work during the last backward, during the next forward, and after all, of a rank with `held`.
+    """Work during the last backward, during the next forward, and after all, of a rank whose stage has `held` parameters.
 
     Of replicas that cp makes too, sums go along all their axes.
     """
-    contexts, owners = given.get("cp", 1), owners_of(given)
+    shards, owners = shards_of(given), owners_of(given)
+    gather, total = _whole(held, given)
+    once = ((total,), (gather,)) if shards > 1 and given["pp"] > 1 else ((), ())
+    held //= shards
+    contexts = 1 if shards > 1 else given.get("cp", 1)
     copies = given["dp"] * contexts
     sums, whole = "·".join(("cp",) * (contexts > 1) + ("zero", "dp")), "·".join(("cp",) * (contexts > 1) + ("zero",))
     words, late, early = held * (copies - 1) // copies, on.get("overlap_gradients"), on.get("overlap_parameters")
     update = optimizer(-(-held // owners))
     if copies == 1:
-        return (), (), (update,)
+        return *once, (update,)
     scattered = owners == copies and not (late is None and early is None)
     total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), HALF, "optimizer")
     gathers = (move("all_gather", whole, held * (owners - 1) // owners, HALF, "optimizer"),) if owners > 1 else ()
     after = (*(() if late else (total,)), update, *(() if early else gathers))
-    return (total,) if late else (), gathers if early else (), after
+    return (*once[0], *((total,) if late else ())), (*once[1], *(gathers if early else ())), after
 
 
 def optimizer(held: int) -> Op:
