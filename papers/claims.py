@@ -25,7 +25,6 @@ from summa3d.plan.replay import replay
 
 from . import limits
 from .figures import drawn
-from .fit import Numbers
 from .paper import block_work, table_of
 from .paper import load as load_paper
 from .units import in_unit
@@ -54,7 +53,7 @@ def rate(given: Mapping[str, Any], **changes: Any) -> float:
     """Teraflop/s of a GPU of Selene, by equation 3, with PTD-P's program. Sizes as in papers' tables."""
     whole = {**COMMON, **given, **changes}
     whole["dp"] = whole["gpus"] // (whole["tp"] * whole["pp"])
-    return in_unit(whole, lambda numbers: step(whole).seconds(numbers.cluster))(Numbers(load("selene")))
+    return in_unit(whole, step(whole).seconds)(load("selene"))
 
 
 def listed(values: Mapping[Any, float], digits: int = 0) -> str:
@@ -113,7 +112,7 @@ def of_micro_batches() -> Iterator[Claim]:
 
 def of_zero_3() -> Iterator[Claim]:
     """PTD-P, figure 10."""
-    zero = {row.name: row.predict(row.numbers) for row in load_paper("ptdp-zero3").rows}
+    zero = {row.name: row.predict(row.cluster) for row in load_paper("ptdp-zero3").rows}
     large = {"hidden": 20480, "heads": 128, "layers": 105, "tp": 8, "pp": 35, "micro_batch": 1, "chunks": 3}
     ours = {
         "175B, 768 GPUs": rate(GPT3, gpus=768, batch=1536, chunks=4) / zero["175B, 768 GPUs"],

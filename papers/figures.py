@@ -60,10 +60,10 @@ def _series(paper: Paper, found: Mapping[str, Any], kind: str) -> dict[str, list
     for row, line in zip(paper.rows, found["rows"], strict=True):
         name, label = row.series, line["name"].removeprefix(f"{row.series}, ").removesuffix(f", {row.series}")
         if len(paper.table["clusters"]) > 1:
-            label, name = line["name"].split(f", {row.numbers.cluster.name}, ")
-            name = f"{row.numbers.cluster.name}, {name}"
+            label, name = line["name"].split(f", {row.cluster.name}, ")
+            name = f"{row.cluster.name}, {name}"
         at = {"batch": row.batch, "names": label, "reported": row.target}.get(kind, row.ranks)
-        band = row.numbers.cluster["band.percent"] / 100
+        band = row.cluster["band.percent"] / 100
         series.setdefault(name, []).append((at, row.target, line["predicted"], band))
     if kind == "efficiency":
         return {name: _efficiencies(paper, name, points) for name, points in series.items()}

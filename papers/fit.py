@@ -1,4 +1,4 @@
-"""Fits of a cluster's and a program's numbers to reported times, and how well they predict what they were not fitted to."""
+"""Fits of a cluster's numbers to reported times, and how well they predict what they were not fitted to."""
 
 from __future__ import annotations
 
@@ -17,43 +17,22 @@ DIGITS = 4
 """Significant digits of a fitted number."""
 
 
-PROGRAM = "program."
-"""What begins the key of a program's number; all others are a cluster's."""
-
-
-class Numbers(NamedTuple):
-    """The numbers that predictions depend on: a cluster's, and a program's own."""
-
-    cluster: Cluster
-    program: Mapping[str, float] = {}
-
-    def value(self, key: str) -> float:
-        """The number of a key."""
-        return self.program[key.removeprefix(PROGRAM)] if key.startswith(PROGRAM) else self.cluster[key]
-
-    def replaced(self, values: Mapping[str, float]) -> Numbers:
-        """The same with other values of some numbers; raises ClusterError as `Cluster.replaced` does."""
-        own = {key.removeprefix(PROGRAM): value for key, value in values.items() if key.startswith(PROGRAM)}
-        others = {key: value for key, value in values.items() if not key.startswith(PROGRAM)}
-        return Numbers(self.cluster.replaced(others) if others else self.cluster, {**self.program, **own})
-
-
-Predict = Callable[[Numbers], float]
+Predict = Callable[[Cluster], float]
 
 
 @dataclass(frozen=True)
 class ReportedNumber:
     """One reported number.
 
-    numbers : of the cluster that it was measured on, and of the program. predict : the prediction by such numbers. group : of the
-    rows between which a choice is judged. batch : sequences of a step.
+    cluster : that it was measured on. predict : the prediction on such a cluster. group : of the rows between which a choice is
+    judged. batch : sequences of a step.
     """
 
     name: str
     use: str
     series: str
     ranks: int
-    numbers: Numbers
+    cluster: Cluster
     reported: float
     corrected: float | None
     erratum: str
@@ -68,13 +47,13 @@ class ReportedNumber:
 
 
 class Fitted(NamedTuple):
-    """Fitted numbers, and the keys of those that lie at an end of their range."""
+    """The cluster with fitted numbers, and the keys of those that lie at an end of their range."""
 
-    numbers: Numbers
+    cluster: Cluster
     at_bound: tuple[str, ...]
 
 
-def fit(rows: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges, start: Numbers | None = None) -> Fitted:
+def fit(rows: Sequence[ReportedNumber], cluster: Cluster, ranges: NumberRanges, start: Cluster | None = None) -> Fitted:
     """Fit the numbers of `ranges`: least squares of log(predicted/reported), soft-L1, from `start` or the middle of each range.
 
     Needs scipy, of the extra `plan`.
@@ -85,47 +64,47 @@ def fit(rows: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges, 
     least, most = [[log(max(ranges[key][end], 1e-12)) for key in keys] for end in (0, 1)]
 
     def errors(logs: Sequence[float]) -> list[float]:
-        tried = numbers.replaced({key: exp(value) for key, value in zip(keys, logs, strict=True)})
+        tried = cluster.replaced({key: exp(value) for key, value in zip(keys, logs, strict=True)})
         return [log(row.predict(tried) / row.target) for row in rows]
 
     middle = [(low + high) / 2 for low, high in zip(least, most, strict=True)]
-    first = middle if start is None else [log(start.value(key)) for key in keys]
+    first = middle if start is None else [log(start[key]) for key in keys]
     found = least_squares(errors, first, bounds=(least, most), loss="soft_l1", f_scale=SOFT)
     values = {key: float(f"{exp(value):.{DIGITS}g}") for key, value in zip(keys, found.x, strict=True)}
     at_bound = tuple(key for key, value in values.items() if min(abs(value / end - 1) for end in ranges[key] if end) < 1e-2)
-    return Fitted(numbers.replaced(values), at_bound)
+    return Fitted(cluster.replaced(values), at_bound)
 
 
-def error(row: ReportedNumber, numbers: Numbers) -> float:
+def error(row: ReportedNumber, cluster: Cluster) -> float:
     """predicted/reported − 1."""
-    return row.predict(numbers) / row.target - 1
+    return row.predict(cluster) / row.target - 1
 
 
 def memoized(row: ReportedNumber, keys: Sequence[str]) -> ReportedNumber:
     """The row with its predictions kept, where no number but those of `keys` changes: fits to all rows but one begin alike."""
     known: dict[tuple[float, ...], float] = {}
 
-    def predict(numbers: Numbers) -> float:
-        values = tuple(map(numbers.value, keys))
+    def predict(cluster: Cluster) -> float:
+        values = tuple(cluster[key] for key in keys)
         if values not in known:
-            known[values] = row.predict(numbers)
+            known[values] = row.predict(cluster)
         return known[values]
 
     return replace(row, predict=predict)
 
 
-def out_of_fold(rows: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges) -> list[float]:
+def out_of_fold(rows: Sequence[ReportedNumber], cluster: Cluster, ranges: NumberRanges) -> list[float]:
     """The prediction of each row by a fit to all others. The fits start from that to all rows, which few steps leave."""
     rows = [memoized(row, list(ranges)) for row in rows]
-    whole = fit(rows, numbers, ranges)
-    start = None if whole.at_bound else whole.numbers
+    whole = fit(rows, cluster, ranges)
+    start = None if whole.at_bound else whole.cluster
     others = ([other for other in rows if other is not row] for row in rows)
-    return [row.predict(fit(train, numbers, ranges, start).numbers) for row, train in zip(rows, others, strict=True)]
+    return [row.predict(fit(train, cluster, ranges, start).cluster) for row, train in zip(rows, others, strict=True)]
 
 
 def held_out(
-    rows: Sequence[ReportedNumber], train: Sequence[ReportedNumber], numbers: Numbers, ranges: NumberRanges
+    rows: Sequence[ReportedNumber], train: Sequence[ReportedNumber], cluster: Cluster, ranges: NumberRanges
 ) -> list[float]:
     """The errors of `rows` by a fit to `train`."""
-    fitted = fit(train, numbers, ranges).numbers
+    fitted = fit(train, cluster, ranges).cluster
     return [error(row, fitted) for row in rows]

@@ -15,11 +15,11 @@ from summa3d.errors import ConfigError, nearest
 from summa3d.files import read_toml
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK, cells
-from summa3d.plan.programs.programs import PROGRAMS, edited
+from summa3d.plan.programs.programs import PROGRAMS, edited, on_cluster
 from summa3d.plan.replay import UnorderedWork
 
-from . import sharded, units
-from .fit import NumberRanges, Numbers, Predict, ReportedNumber
+from . import units
+from .fit import NumberRanges, Predict, ReportedNumber
 
 FOLDER = Path(__file__).with_name("tables")
 UNITS = ("tflops", "model_tflops", "mfu", "sequences", "seconds")
@@ -74,11 +74,11 @@ def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
     for cluster in table["clusters"]:
         for place, how in table.get("placement", {"": {"tile": given.get("tile")}}).items():
             name = ", ".join(part for part in (given["name"], cluster if place else "", place) if part)
-            numbers, corrected = Numbers(load_cluster(cluster)), given.get("corrected")
+            described, corrected = load_cluster(cluster), given.get("corrected")
             work = block_work(table, given, how)
             predict = _sequences(work) if "sequences" in given else _seconds(work)
             texts, ranks = (given["use"], given["series"]), prod(given["axes"].values())
-            yield ReportedNumber(name, *texts, ranks, numbers, round(reported, 4), corrected, given.get("erratum", ""), predict)
+            yield ReportedNumber(name, *texts, ranks, described, round(reported, 4), corrected, given.get("erratum", ""), predict)
 
 
 def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[str, Any]) -> UnorderedWork:
@@ -92,11 +92,11 @@ def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[
 
 
 def _sequences(work: UnorderedWork) -> Predict:
-    return lambda numbers: 1 / work.seconds(numbers.cluster)
+    return lambda cluster: 1 / work.seconds(cluster)
 
 
 def _seconds(work: UnorderedWork) -> Predict:
-    return lambda numbers: work.seconds(numbers.cluster)
+    return work.seconds
 
 
 def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ReportedNumber]:
@@ -104,15 +104,11 @@ def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
     whole = {**table["step"], **given}
     whole.setdefault("dp", whole["gpus"] // (whole.get("tp", 1) * whole.get("pp", 1)))
     reported = next(whole[unit] for unit in UNITS if unit in whole)
-    program = {key: float(number["value"]) for key, number in table.get("program", {}).items()}
     for name in table["clusters"]:
-        cluster = load_cluster(name)
-        if "device" in given:
-            cluster = cluster.replaced(table["device"][given["device"]], "datasheet")
-        predict = sharded.predictor(whole) if program else units.predictor(whole, cluster)
+        cluster = on_cluster(PROGRAMS[whole["profile"]], load_cluster(name))
+        predict = units.predictor(whole, cluster)
         texts, marks = (given["name"], given["use"], given["series"]), (given.get("corrected"), given.get("erratum", ""))
-        numbers = Numbers(cluster, program)
-        yield ReportedNumber(*texts, whole["gpus"], numbers, reported, *marks, predict, given.get("group", ""), whole["batch"])
+        yield ReportedNumber(*texts, whole["gpus"], cluster, reported, *marks, predict, given.get("group", ""), whole["batch"])
 
 
 def _setting(

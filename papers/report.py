@@ -8,7 +8,7 @@ from typing import Any
 
 from summa3d.columns import aligned
 
-from .fit import PROGRAM, ReportedNumber, error, fit, held_out, out_of_fold
+from .fit import ReportedNumber, error, fit, held_out, out_of_fold
 from .paper import MARKS, Paper
 
 COLUMNS = ("", "row", "reported", "corrected", "predicted", "error")
@@ -25,22 +25,14 @@ def report(paper: Paper) -> dict[str, Any]:
     found: dict[str, Any] = {"paper": paper.name, "unit": paper.table["unit"], "rows": rows, "summary": summary}
     if paper.ranges:
         found |= _refitted(paper, summary)
-    if "variant" in paper.table:
-        found["variants"] = [_variant(paper, given) for given in paper.table["variant"]]
     if paper.table.get("ordering"):
         found["orderings"] = _orderings(paper, rows)
     return found
 
 
-def _variant(paper: Paper, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The errors by other numbers of the program."""
-    values = {f"{PROGRAM}{key}": value for key, value in given["program"].items()}
-    return {"name": given["name"], **_sizes([error(row, row.numbers.replaced(values)) for row in paper.rows])}
-
-
 def _line(row: ReportedNumber) -> dict[str, Any]:
     printed = {"name": row.name, "reported": row.reported, "corrected": row.corrected}
-    return {**printed, "predicted": row.predict(row.numbers), "error": error(row, row.numbers), "use": row.use}
+    return {**printed, "predicted": row.predict(row.cluster), "error": error(row, row.cluster), "use": row.use}
 
 
 def _sizes(errors: Sequence[float]) -> dict[str, float]:
@@ -52,13 +44,13 @@ def _sizes(errors: Sequence[float]) -> dict[str, float]:
 def _refitted(paper: Paper, summary: dict[str, Any]) -> dict[str, Any]:
     """The fit to all fitted rows, leave-one-out, which goes into the summary, and the extrapolations."""
     rows = [row for row in paper.rows if row.use == "fitted"]
-    numbers = rows[0].numbers
-    whole = fit(rows, numbers, paper.ranges)
-    alone = out_of_fold(rows, numbers, paper.ranges)
+    cluster = rows[0].cluster
+    whole = fit(rows, cluster, paper.ranges)
+    alone = out_of_fold(rows, cluster, paper.ranges)
     errors = _sizes([predicted / row.target - 1 for predicted, row in zip(alone, rows, strict=True)])
     summary["leave_one_out"] = errors["median"]
     found: dict[str, Any] = {
-        "fit": {key: whole.numbers.value(key) for key in paper.ranges},
+        "fit": {key: whole.cluster[key] for key in paper.ranges},
         "at_bound": list(whole.at_bound),
         "leave_one_out": errors,
         "extrapolations": [],
@@ -66,7 +58,7 @@ def _refitted(paper: Paper, summary: dict[str, Any]) -> dict[str, Any]:
     for given in paper.table.get("extrapolation", ()):
         ranks, series = given.get("ranks"), given.get("series")
         train = [row for row in rows if (not ranks or row.ranks in ranks) and (not series or row.series in series)]
-        errors = _sizes(held_out([row for row in rows if row not in train], train, numbers, paper.ranges))
+        errors = _sizes(held_out([row for row in rows if row not in train], train, cluster, paper.ranges))
         found["extrapolations"].append({"name": given["name"], "n": len(rows) - len(train), **errors})
     if any(row.group for row in rows):
         found["choices"] = _choices(rows, alone)
@@ -139,8 +131,6 @@ def _summary(found: Mapping[str, Any]) -> Iterator[str]:
         orderings = found["orderings"]
         missed = f"; missed: {', '.join(orderings['missed'])}" if orderings["missed"] else ""
         yield f"which of two is faster: {orderings['right']} of {orderings['of']} right{missed}"
-    for one in found.get("variants", ()):
-        yield f"{one['name']}: error {_errors(one)}"
     if "choices" in found:
         yield from _choice_lines(found["choices"])
 

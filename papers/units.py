@@ -29,7 +29,7 @@ class FastStep:
 def predictor(given: Mapping[str, Any], cluster: Cluster) -> Predict:
     """The prediction of a row, in the unit of what it reports."""
     timed = FastStep(step(given), cluster).seconds
-    return in_unit(given, lambda numbers: timed(numbers.cluster))
+    return in_unit(given, timed)
 
 
 def in_unit(given: Mapping[str, Any], seconds: Predict) -> Predict:
@@ -37,15 +37,15 @@ def in_unit(given: Mapping[str, Any], seconds: Predict) -> Predict:
     sizes = [given[key] for key in ("layers", "hidden", "vocabulary", "sequence", "batch")]
     if "tflops" in given:
         work = hardware_flops(*sizes) / given["gpus"] / 1e12
-        return lambda numbers: work / seconds(numbers)
+        return lambda cluster: work / seconds(cluster)
     if "model_tflops" in given:  # six operations a parameter and token, and attention's, which is not recomputed
         layers, hidden, vocabulary, sequence, batch = sizes
         count = layers * block_parameters(given) + 2 * vocabulary * hidden
         rate = (6 * count + 12 * layers * hidden * sequence) * batch * sequence / given["gpus"] / 1e12
-        return lambda numbers: rate / seconds(numbers)
+        return lambda cluster: rate / seconds(cluster)
     if "mfu" in given:
         share = 100 * model_flops(*sizes) / given["gpus"]
-        return lambda numbers: share / numbers.cluster.peak(HALF) / seconds(numbers)
+        return lambda cluster: share / cluster.peak(HALF) / seconds(cluster)
     if "sequences" in given:
-        return lambda numbers: given["batch"] / seconds(numbers)
+        return lambda cluster: given["batch"] / seconds(cluster)
     return seconds
