@@ -48,6 +48,7 @@ class PredictedStep:
     they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward) → communications that
     run behind its arithmetic, along each axis at once. late, early : those that run behind the last backward of a rank's layers,
     and behind their first forward. contention : the part of the time of those behind arithmetic that they slow it down.
+    host : seconds that a host takes to start a block's passes, of which its forward has a third: they take no less.
     """
 
     cells: Mapping[str, Cell]
@@ -62,6 +63,7 @@ class PredictedStep:
     late: tuple[Op, ...] = ()
     early: tuple[Op, ...] = ()
     contention: float = 0.0
+    host: float = 0.0
 
     @cached_property
     def _works(self) -> dict[tuple[str, bool], UnorderedWork]:
@@ -130,6 +132,8 @@ class PredictedStep:
         for key, hidden in self._behind.items():
             moved, computed = [item.moved(prices) for item in hidden], self._works[key].computed(prices)
             of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
+        for way, part in ((False, self.host / 3), (True, self.host * 2 / 3)):
+            of[BLOCK, way] = max(of[BLOCK, way], part)
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
         around = (self.send, self.after, self.late, self.early)
         send, after, *apart = (sum(map(prices.seconds, ops), 0.0) for ops in around)

@@ -109,6 +109,12 @@ def accumulated_apart(trace: OpTrace) -> Iterable[Op]:
             yield Op("elements", op.phase, op.layer, "accumulate", read=6 * size, written=4 * size, dtype="float32")
 
 
+def inputs_kept(cell: Cell) -> Cell:
+    """Keep gathered inputs of products: what is gathered for a forward is not gathered again for its backward."""
+    gathered = {op.layer for op in cell.forward if op.name == "all_gather"}
+    return cell._replace(backward=tuple(op for op in cell.backward if op.name != "all_gather" or op.layer not in gathered))
+
+
 EAGER = {"rms_norm": 5.0, "rotate": 5.0, "swiglu": 1.7, "layer_norm": 1.0, "bias_gelu": 1.5, "cross_entropy": 4.0}
 """How the name of a fused operation begins → how many times its bytes its parts pass, with sums in 32 bits."""
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from ...dry.record import ENTER, LEAVE
 from ...dry.step import Setting, run
 from ...dtypes import dtype_of
+from .edits import inputs_kept
 from .programs import PROGRAMS
-from .step import block_parameters, in_flight, on_of, owners_of, setting, shards_of, stage_layers
+from .step import block_parameters, in_flight, on_of, owners_of, setting, shards_of, stages_of
 
 RESERVE = 2.5 * 2**30
 """Bytes of a context, of NCCL's buffers and of kernels' workspace."""
@@ -18,6 +19,18 @@ FRAGMENTS = 1.06
 """What an allocator takes over what tensors hold."""
 EAGER = 4
 """Bytes of a logit more where no compiler joins the loss's kernels: its logarithms in 32 bits."""
+
+
+class Activations(NamedTuple):
+    """Bytes that forwards leave, of a block and of what is before the blocks, and the most that passes hold meanwhile.
+
+    That is of what is behind the blocks, and of a block's backward.
+    """
+
+    block: int
+    enter: int
+    leave: int
+    again: int
 
 
 def bytes_of(given: Mapping[str, Any]) -> float:
@@ -28,23 +41,34 @@ def bytes_of(given: Mapping[str, Any]) -> float:
     in the last, which has the logits; and those of one block that is computed again. RESERVE is what no allocator knows of, and
     printed gigabytes lack.
     """
-    program = PROGRAMS[given["profile"]]
-    tp, pp, chunks = given["tp"], given["pp"], given.get("chunks", 1)
-    layers = max(stage_layers(given["layers"], pp * chunks, given.get("slots", 0))) * chunks
-    block = block_parameters(given) / tp
-    held = block * layers + (2 if pp == 1 else 1) * given["vocabulary"] * given["hidden"] / tp
-    states = held / shards_of(given) * (program.kept + 12 / owners_of(given)) + _gathered(given, block, held)
+    pp, chunks = given["pp"], given.get("chunks", 1)
     parts = _activations(setting(given))
     rows = given["micro_batch"] * given["sequence"] // given.get("cp", 1)
-    of_block = min(parts.block - _halved(given, rows), _kept(given, rows))
-    logits = rows * given["vocabulary"] // tp
-    eager = program.logits and on_of(given).get("compile") is False
-    leave = parts.leave + logits * (program.logits + (EAGER if eager else 0))
+    apart = _apart(given, rows) + _inputs(given, rows) - _halved(given, rows)
+    of_block = min(parts.block + apart, _kept(given, rows))
     micro_batches = max(1, given["batch"] // (given["dp"] * given.get("shards", 1) * given["micro_batch"]))
-    first, last = (in_flight(pp, chunks, micro_batches, rank) for rank in (0, pp - 1))
-    at_ends = first * (layers * of_block + parts.enter) + parts.again, last * layers * of_block + max(leave, parts.again)
-    activations = max(at_ends) if pp > 1 else sum(at_ends) - parts.again - last * layers * of_block
-    return float(FRAGMENTS * (states + activations) + RESERVE)
+    sizes = []
+    for rank in {0, pp - 1}:
+        layers, flying = sum(stages_of(given)[rank::pp]), in_flight(pp, chunks, micro_batches, rank)
+        top = max(parts.again, _leave(given, parts, rows)) if rank == pp - 1 else parts.again
+        activations = flying * (layers * of_block + (parts.enter if rank == 0 else 0)) + top
+        sizes.append(_states(given, layers) + activations)
+    return float(FRAGMENTS * max(sizes) + RESERVE)
+
+
+def _states(given: Mapping[str, Any], layers: int) -> float:
+    """Bytes of weights, sums of gradients, masters and moments of so many layers, and of the table of the first or last stage."""
+    program, block = PROGRAMS[given["profile"]], block_parameters(given) / given["tp"]
+    tables = 1 if given["pp"] > 1 or given.get("tied") else 2
+    held = block * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
+    return held / shards_of(given) * (program.kept + 12 / owners_of(given)) + _gathered(given, block, held)
+
+
+def _leave(given: Mapping[str, Any], parts: Activations, rows: int) -> float:
+    """The most bytes that what is behind the blocks holds."""
+    of_logit = PROGRAMS[given["profile"]].logits
+    eager = of_logit and on_of(given).get("compile") is False
+    return parts.leave + rows * given["vocabulary"] // given["tp"] * (of_logit + (EAGER if eager else 0))
 
 
 def _gathered(given: Mapping[str, Any], block: float, held: float) -> float:
@@ -64,6 +88,20 @@ def _halved(given: Mapping[str, Any], rows: int) -> float:
     return rows * width / given["tp"] if given.get("eight_bits") and given.get("recompute", "full") != "full" else 0.0
 
 
+def _apart(given: Mapping[str, Any], rows: int) -> float:
+    """Bytes more of a block that no compiler joins: what attention reads, and the activation beside its product."""
+    if on_of(given).get("compile") is not False or given.get("recompute", "full") == "full":
+        return 0.0
+    keys = given["hidden"] * (given.get("kv_heads") or given["heads"]) // given["heads"]
+    return 2.0 * rows * (given["hidden"] + 2 * keys + (given.get("ffn") or 4 * given["hidden"])) / given["tp"]
+
+
+def _inputs(given: Mapping[str, Any], rows: int) -> float:
+    """Bytes more of a block whose two gathered inputs are kept."""
+    gathers = inputs_kept in PROGRAMS[given["profile"]].edits and given.get("scheme") == "oned-sp"
+    return 2.0 * 2 * rows * given["hidden"] * (1 - 1 / given["tp"]) if gathers and given.get("recompute") != "full" else 0.0
+
+
 def _kept(given: Mapping[str, Any], rows: int) -> float:
     """Bytes that a block keeps where its program's "selective" computes all else again: its input, and results that it names."""
     names = PROGRAMS[given["profile"]].results
@@ -74,18 +112,6 @@ def _kept(given: Mapping[str, Any], rows: int) -> float:
     widths = {**dict.fromkeys(("q", "attention", "out", "down"), hidden), **dict.fromkeys(("k", "v"), keys)}
     widths |= {"gate": gated * ffn, "up": ffn}
     return 2.0 * rows * (hidden + sum(widths[name] for name in names)) / given["tp"]
-
-
-class Activations(NamedTuple):
-    """Bytes that forwards leave, of a block and of what is before the blocks, and the most that passes hold meanwhile.
-
-    That is of what is behind the blocks, and of a block's backward.
-    """
-
-    block: int
-    enter: int
-    leave: int
-    again: int
 
 
 _known: dict[str, Activations] = {}

@@ -20,6 +20,7 @@ from .edits import (
     eager,
     fused_softmax,
     half_again,
+    inputs_kept,
     strided_attention,
     sums_of_halves,
     unfused,
@@ -56,6 +57,8 @@ class PricedProgram(NamedTuple):
     of a parameter beside its master and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum.
     logits : bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps
     beside its input, where all else is computed again. ports : of a node that it uses, all where 0.
+    host : seconds that a host takes to start the work of a block's two passes, below which no device does it. balanced : whether
+    stages have as many parameters, of the head too, and not as many blocks.
     """
 
     about: str
@@ -70,6 +73,8 @@ class PricedProgram(NamedTuple):
     logits: int = 0
     results: tuple[str, ...] = ()
     ports: int = 0
+    host: float = 0.0
+    balanced: bool = False
 
 
 PROGRAMS = {
@@ -83,11 +88,15 @@ PROGRAMS = {
     "internevo": PricedProgram("InternEvo", (as_nccl,), INTERNEVO, core_again, "flash2", newer=True, kept=4),
     "nanotron": PricedProgram(
         "Nanotron",
-        (as_nccl,),
-        {"fused_attention": True, "causal": True, "fused_accumulation": False},
+        (as_nccl, inputs_kept),
+        {"fused_attention": True, "causal": True, "fused_accumulation": False, "compile": False},
         core_again,
         "flash2",
+        "float32",
         newer=True,
+        logits=6,
+        host=4.5e-3,
+        balanced=True,
     ),
     "fsdp": PricedProgram(
         "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True, 4

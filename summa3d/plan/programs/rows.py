@@ -159,6 +159,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         "scheme": "oned-sp" if (row.get("grid") or {}).get("sp") and grid["tp"] > 1 else "oned",
         **{"chunks": row.get("chunks") or 1, "recompute": recompute_of(row.get("recompute") or "none"), "switches": on},
         "eight_bits": eight,
+        "tied": bool(model.get("tied") or model.get("tied_head")),
         "dropout": 0.0,
         "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
     }

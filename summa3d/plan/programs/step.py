@@ -39,7 +39,7 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     cut = neighbours_of(given)
     contexts, shards = given.get("cp", 1), given.get("shards", 1)
     on = on_of(given)
-    stages = stage_layers(given["layers"], pp * chunks, given.get("slots", 0))
+    stages = stages_of(given)
     ends = given["vocabulary"] * given["hidden"] // tp
     held = block_parameters(given) * max(stages) * chunks // tp + ends
     words = given["micro_batch"] * given["sequence"] * given["hidden"] // contexts
@@ -66,6 +66,7 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
         late,
         early,
         PROGRAMS[given["profile"]].contention,
+        PROGRAMS[given["profile"]].host,
     )
 
 
@@ -111,6 +112,28 @@ def block_parameters(given: Mapping[str, Any]) -> int:
     kv = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
     gates = 3 if given.get("family") == "llama" else 2
     return 2 * hidden**2 + 2 * hidden * kv + gates * hidden * ffn
+
+
+def stages_of(given: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers of each stage of a row."""
+    stages = given["pp"] * given.get("chunks", 1)
+    if PROGRAMS[given["profile"]].balanced:
+        return balanced_layers(given["layers"], stages, given["vocabulary"] * given["hidden"] / block_parameters(given))
+    return stage_layers(given["layers"], stages, given.get("slots", 0))
+
+
+def balanced_layers(layers: int, stages: int, head: float) -> tuple[int, ...]:
+    """The layers of each stage, where a stage ends with the layer that would reach its part of all, of which the head is some.
+
+    >>> balanced_layers(16, 4, 3.9)
+    (4, 5, 5, 2)
+    """
+    part, result = (layers + head) / stages, [0] * stages
+    stage = 0
+    for layer in range(1, layers + 1):
+        stage += stage < stages - 1 and layer >= part * (stage + 1)
+        result[stage] += 1
+    return tuple(result)
 
 
 def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
@@ -202,11 +225,11 @@ def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple
     copies = given["dp"] * contexts
     sums, whole = "·".join(("cp",) * (contexts > 1) + ("zero", "dp")), "·".join(("cp",) * (contexts > 1) + ("zero",))
     words, late, early = held * (copies - 1) // copies, on.get("overlap_gradients"), on.get("overlap_parameters")
-    update = optimizer(-(-held // owners))
+    update, dtype = optimizer(-(-held // owners)), HALF if shards > 1 else PROGRAMS[given["profile"]].sums
     if copies == 1:
         return *once, (update,)
     scattered = owners == copies and not (late is None and early is None)
-    total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), HALF, "optimizer")
+    total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), dtype, "optimizer")
     gathers = (move("all_gather", whole, held * (owners - 1) // owners, HALF, "optimizer"),) if owners > 1 else ()
     after = (*(() if late else (total,)), update, *(() if early else gathers))
     return (*once[0], *((total,) if late else ())), (*once[1], *(gathers if early else ())), after
