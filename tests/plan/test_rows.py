@@ -473,6 +473,9 @@ def test_a_program_is_planned_by_the_step_that_its_rows_are_priced_by(tmp_path: 
     for one in everything["plans"]:
         grid = one["grid"]
         assert grid["tp"] * grid["pp"] * grid["cp"] * grid["shards"] * grid["dp"] == 16
+    assert {one["grid"]["chunks"] for one in everything["plans"]} > {1}
+    where[1] = "Nanotron"
+    assert {one["grid"]["chunks"] for one in planned("--model", *sizes, *where, "--top", "1000")["plans"]} == {1}
 
 
 @pytest.mark.parametrize(

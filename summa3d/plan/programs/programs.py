@@ -58,7 +58,7 @@ class PricedProgram(NamedTuple):
     logits : bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps
     beside its input, where all else is computed again. ports : of a node that it uses, all where 0.
     host : seconds that a host takes to start the work of a block's two passes, below which no device does it. balanced : whether
-    stages have as many parameters, of the head too, and not as many blocks.
+    stages have as many parameters, of the head too, and not as many blocks, one stage a rank.
     """
 
     about: str

@@ -155,7 +155,8 @@ def _with_grid(sizes: Mapping[str, Any], grid: Mapping[str, int], program: Price
     """The plans of one grid: rows of a micro-batch, chunks, recomputation, sequence parallelism, ZeRO."""
     rows, left = divmod(sizes["batch"], grid["dp"] * grid["shards"])
     per_stage = sizes["layers"] // grid["pp"]
-    chunks = [v for v in range(1, MOST_CHUNKS + 1) if grid["pp"] > 1 and per_stage % v == 0] or [1]
+    most = MOST_CHUNKS if grid["pp"] > 1 and not program.balanced else 1
+    chunks = [v for v in range(1, most + 1) if per_stage % v == 0]
     modern = program.newer
     for micro in of("micro_batch", [b for b in MICRO_BATCHES if rows % b == 0]) if rows and not left else ():
         for v in of("chunks", chunks):
