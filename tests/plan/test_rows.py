@@ -242,29 +242,28 @@ def test_a_gpt_may_share_heads_of_k_and_v(tmp_path: Path) -> None:
     assert seconds(tmp_path, model={**gpt, "kv_heads": 2}) < seconds(tmp_path, model={**gpt, "kv_heads": 16})
 
 
-def test_masters_cut_over_a_nodes_replicas_are_gathered_inside_it(tmp_path: Path) -> None:
-    """InternEvo gathers updated parameters after the step: over its `zero_size` neighbours, whose links are a node's."""
-    changes = {
-        "program": "InternEvo",
-        "gpus": 64,
-        "grid": {"dp": 64},
-        "chunks": 1,
-        "micro_batch": 1,
-        "network": "1x100Gb/s",
-        "switches": {"zero": 1},
-    }
+def test_owners_of_masters_broadcast_their_part_one_after_the_other(tmp_path: Path) -> None:
+    """InternEvo's own whole tensors, of which a block has nine: over its `zero_size` neighbours, whose links are a node's.
+
+    A message passes all ranks in chunks of NCCL's. Other programs gather once.
+    """
+    changes = {"program": "InternEvo", "gpus": 128, "grid": {"dp": 128}, "chunks": 1, "micro_batch": 1, "batch": 128}
+    changes |= {"network": "1x100Gb/s"}
     (over_all,), (in_node,) = (read(tmp_path, {**changes, "switches": {"zero": 1, **more}}) for more in ({}, {"zero_size": 8}))
     plans = [step(row.given) for row in (over_all, in_node)]
-    gathers = [[op for op in plan.after if op.name == "all_gather"] for plan in plans]
-    assert [[(op.axis, op.words) for op in ops] for ops in gathers] == [
-        [("zero", plans[0].late[0].words)],
-        [("zero", plans[1].late[0].words // 2 * 64 * 7 // (63 * 8))],
-    ]
-    prices = [
-        Prices(row.cluster, plan.topology).seconds(ops[0])
-        for row, plan, ops in zip((over_all, in_node), plans, gathers, strict=True)
-    ]
-    assert prices[1] < 0.5 * prices[0] and bytes_of(in_node.given) > bytes_of(over_all.given)
+    held = plans[0].late[0].words * 128 // 127  # the sum is scattered to as many owners
+    for plan, many in zip(plans, (9 * MODEL["layers"], 8), strict=True):
+        sent = [op for op in plan.after if op.name != "adam"]
+        assert {(op.name, op.axis, op.words) for op in sent} == {("broadcast", "zero", held // many)} and len(sent) == many
+    level, size = over_all.cluster.levels[-1], 2 * held / 72
+    fill = 16 * (level.latency + min(524288, size) / level.bandwidth)  # between nodes; all else is faster
+    prices = [Prices(row.cluster, plan.topology) for row, plan in zip((over_all, in_node), plans, strict=True)]
+    each = prices[0].seconds(plans[0].after[-1])
+    assert fill + size / level.bandwidth < each < 2 * (fill + size / level.bandwidth)
+    assert sum(map(prices[1].seconds, plans[1].after)) < 0.2 * sum(map(prices[0].seconds, plans[0].after))
+    assert bytes_of(in_node.given) > bytes_of(over_all.given)
+    (other,) = read(tmp_path, {**changes, "program": "nanotron"})
+    assert [op.name for op in step(other.given).after] == ["all_reduce", "adam", "all_gather"]
 
 
 def test_what_a_program_computes_again_it_does_not_keep(tmp_path: Path) -> None:
@@ -514,7 +513,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
 @pytest.mark.parametrize(
     ("name", "near", "spearman"),
     [
-        *(("dgxc", 0.04, 0.9), ("others", 0.08, 0.75), ("bridge", 0.06, 0.75)),
+        *(("dgxc", 0.04, 0.9), ("others", 0.05, 0.9), ("bridge", 0.06, 0.75)),
         *(("blackwell", 0.04, 0.8), ("torchtitan", 0.05, 0.9), ("nanotron", 0.07, 0.8)),
     ],
 )

@@ -41,6 +41,8 @@ SWITCHES = {
 }
 """Name of a switch → what holds where it is on."""
 FSDP = {"fused_attention": True, "causal": True, "prefetch": True, "compile": True, "overlap_gradients": True}
+CHUNK = 524288.0
+"""Bytes that NCCL 2 forwards at once along a chain."""
 CONTENTION = 0.7
 """Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
 MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "compile")}
@@ -58,7 +60,8 @@ class PricedProgram(NamedTuple):
     logits : bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps
     beside its input, where all else is computed again. ports : of a node that it uses, all where 0.
     host : seconds that a host takes to start the work of a block's two passes, below which no device does it. balanced : whether
-    stages have as many parameters, of the head too, and not as many blocks, one stage a rank.
+    stages have as many parameters, of the head too, and not as many blocks, one stage a rank. broadcasts : the tensors of a
+    block, whole ones of which an owner updates and broadcasts by itself, one after the other; 0, where all gather from all.
     """
 
     about: str
@@ -75,6 +78,7 @@ class PricedProgram(NamedTuple):
     ports: int = 0
     host: float = 0.0
     balanced: bool = False
+    broadcasts: int = 0
 
 
 PROGRAMS = {
@@ -85,7 +89,9 @@ PROGRAMS = {
     "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
-    "internevo": PricedProgram("InternEvo", (as_nccl,), INTERNEVO, core_again, "flash2", newer=True, kept=4),
+    "internevo": PricedProgram(
+        "InternEvo", (as_nccl,), INTERNEVO, core_again, "flash2", "bfloat16", CONTENTION, True, 4, broadcasts=9
+    ),
     "nanotron": PricedProgram(
         "Nanotron",
         (as_nccl, inputs_kept),
@@ -152,6 +158,8 @@ def program_of(name: str) -> tuple[str, PricedProgram]:
 
 def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
     """The cluster with the ports that the program uses, and the rate of fused attention by its kernel."""
+    if program.broadcasts:
+        cluster = cluster.replaced({"collectives.chunk": CHUNK}, "assumed")
     if program.ports:
         cluster = cluster.replaced({"network.ports": float(program.ports)}, "assumed")
     if not program.kernel or not cluster["attention.forward"]:

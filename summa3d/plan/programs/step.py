@@ -230,9 +230,18 @@ def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple
         return *once, (update,)
     scattered = owners == copies and not (late is None and early is None)
     total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), dtype, "optimizer")
-    gathers = (move("all_gather", whole, held * (owners - 1) // owners, HALF, "optimizer"),) if owners > 1 else ()
+    gathers = _updated(held, whole, owners, given) if owners > 1 else ()
     after = (*(() if late else (total,)), update, *(() if early else gathers))
     return (*once[0], *((total,) if late else ())), (*once[1], *(gathers if early else ())), after
+
+
+def _updated(held: int, axis: str, owners: int, given: Mapping[str, Any]) -> tuple[Op, ...]:
+    """Bring updated parameters to all owners: by a gather, or a broadcast of each owner that has some."""
+    tensors = PROGRAMS[given["profile"]].broadcasts * given["layers"] // given["pp"]
+    if not tensors:
+        return (move("all_gather", axis, held * (owners - 1) // owners, HALF, "optimizer"),)
+    many = min(owners, tensors)
+    return (move("broadcast", axis, held // many, HALF, "optimizer"),) * many
 
 
 def optimizer(held: int) -> Op:
