@@ -48,7 +48,8 @@ class PredictedStep:
     they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward) → communications that
     run behind its arithmetic, along each axis at once. late, early : those that run behind the last backward of a rank's layers,
     and behind their first forward. contention : the part of the time of those behind arithmetic that they slow it down.
-    host : seconds that a host takes to start a block's passes, of which its forward has a third: they take no less.
+    host : seconds that a host takes to start a block's passes, of which its forward has a third, and again where it is computed
+    again: they take no less.
     """
 
     cells: Mapping[str, Cell]
@@ -132,8 +133,10 @@ class PredictedStep:
         for key, hidden in self._behind.items():
             moved, computed = [item.moved(prices) for item in hidden], self._works[key].computed(prices)
             of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
-        for way, part in ((False, self.host / 3), (True, self.host * 2 / 3)):
-            of[BLOCK, way] = max(of[BLOCK, way], part)
+        if self.host:
+            again = any(op.phase == "recompute" and op.kind == "elements" for op in self.cells[BLOCK].backward)
+            for way, parts in ((False, 1), (True, 2 + again)):
+                of[BLOCK, way] = max(of[BLOCK, way], self.host * parts / 3)
         forward, backward = ({name: of[name, way] for name in self.cells} for way in (False, True))
         around = (self.send, self.after, self.late, self.early)
         send, after, *apart = (sum(map(prices.seconds, ops), 0.0) for ops in around)

@@ -316,6 +316,9 @@ def test_a_stage_of_a_pipeline_gathers_its_shards_once_a_step_and_keeps_them(tmp
     ]
     assert not plan.behind and not other.early and not other.late
     assert {op.axis for ops in other.behind.values() for op in ops} == {"shards"}
+    (exposed,) = read(tmp_path, {**stage, "switches": {"overlap_p2p": True, "prefetch": False, "overlap_gradients": False}})
+    bare = step(exposed.given)
+    assert not bare.early and not bare.late and [op.name for op in bare.after] == ["all_gather", "reduce_scatter", "adam"]
     replicas = {**piped.given, "shards": 1, "dp": 4, "zero": 0}
     assert bytes_of(piped.given) - bytes_of(replicas) == pytest.approx(1.06 * held * (2 + 4 + 16 / 4 - 16))
 
@@ -329,6 +332,10 @@ def test_weights_are_cut_over_contexts_too_and_replicas_of_shards_hold_the_same(
     gathers = [[op for op in step(row.given).behind[BLOCK, False] if op.axis != "cp"] for row in rows_of]
     assert [[op.axis for op in ops] for ops in gathers] == [["shards"], ["cp·shards"], ["cp·shards"]]
     assert len({op.words for ops in gathers for op in ops}) == 1
+    apart = step(read(tmp_path, {**shards, "grid": grids[1], "switches": {"prefetch": False}})[0].given)
+    assert {op.axis for op in apart.behind[BLOCK, False]} == {"cp"} and apart.cells[BLOCK].forward[0].axis == "cp·shards"
+    plain, one = (read(tmp_path, {"grid": {"tp": 2, "sp": True, "dp": 8, **more}, "chunks": 1})[0] for more in ({}, {"fsdp": 1}))
+    assert plain.given == one.given  # a grid of one shard cuts nothing
     (eight,) = read(tmp_path, {**shards, "grid": {"fsdp": 8}, "gpus": 8, "batch": 32})
     (twice,) = read(tmp_path, {**shards, "grid": {"fsdp": 8, "dp": 2}})
     assert bytes_of(twice.given) == bytes_of(eight.given)
@@ -351,6 +358,14 @@ def test_the_last_stage_holds_the_logits_and_a_block_that_is_computed_again_its_
     tokens = 2048
     kept = 1.06 * (4 - 1) * 4 * 2 * tokens * wide["hidden"] / 4  # three micro-batches more in flight, of four blocks
     assert bytes_of(many) - bytes_of(few) == pytest.approx(kept, rel=0.35) and bytes_of(few) > 0
+    ends = {
+        **many,
+        "scheme": "oned-sp",
+        "vocabulary": 128,
+        "layers": 10,
+        "slots": 2,
+    }  # 2, 3, 3 and 2 blocks on ranks of 4, 3, 2 and 1
+    assert bytes_of(ends) > bytes_of({**ends, "layers": 8, "slots": 0})
     for vocabulary, last in ((32000, False), (4_000_000, True)):
         sizes = [bytes_of({**given, "vocabulary": vocabulary}) for given in (few, many)]
         assert (sizes[1] == sizes[0]) == last, vocabulary
@@ -368,6 +383,9 @@ def test_a_host_that_starts_each_operation_is_the_floor_of_a_blocks_passes(tmp_p
     slow, free = (replace(step(many.given), host=seconds).durations(many.cluster) for seconds in (host, 0.0))
     assert slow == free and free.backward[BLOCK] > host
     assert step(read(tmp_path, {})[0].given).host == 0.0
+    (full,) = read(tmp_path, {**wide, "grid": {"tp": 8, "sp": True}, "micro_batch": 1, "batch": 8, "recompute": "full"})
+    assert step(full.given).durations(full.cluster).backward[BLOCK] == pytest.approx(host)  # and starts the forward again
+    assert len([op for op in step(full.given).cells[BLOCK].backward if op.name == "all_gather" and op.phase == "recompute"]) == 2
 
 
 def test_nanotron_balances_its_stages_with_the_head_and_keeps_what_it_gathers(
@@ -473,6 +491,8 @@ def test_a_program_is_planned_by_the_step_that_its_rows_are_priced_by(tmp_path: 
         grid = one["grid"]
         assert grid["tp"] * grid["pp"] * grid["cp"] * grid["shards"] * grid["dp"] == 16
     assert {one["grid"]["chunks"] for one in everything["plans"]} > {1}
+    cut = planned("--model", *sizes, *where, "--fix", "zero=3", "--fix", "pp=2", "--top", "1000")["plans"]
+    assert cut and {(one["grid"]["dp"], one["grid"]["shards"] * one["grid"]["tp"]) for one in cut} == {(1, 8)}
     where[1] = "Nanotron"
     assert {one["grid"]["chunks"] for one in planned("--model", *sizes, *where, "--top", "1000")["plans"]} == {1}
 
@@ -511,18 +531,19 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    ("name", "near", "spearman"),
+    ("name", "near", "spearman", "gigabytes"),
     [
-        *(("dgxc", 0.04, 0.9), ("others", 0.05, 0.9), ("bridge", 0.06, 0.75)),
-        *(("blackwell", 0.04, 0.8), ("torchtitan", 0.05, 0.9), ("nanotron", 0.07, 0.8)),
+        *(("dgxc", 0.04, 0.9, None), ("others", 0.05, 0.9, 0.04), ("bridge", 0.06, 0.75, None)),
+        *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
     ],
 )
-def test_rows_of_programs_seen_after_the_fits_are_near(name: str, near: float, spearman: float) -> None:
+def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:
     """Rows of NeMo, MaxText, Paxml, InternEvo, IBM, Megatron-Bridge; torchtitan's and Nanotron's have gigabytes, too."""
     result = judge.judged(rows.read(PUBLISHED / f"{name}.json"))
     summary = result["summary"]
     assert result["refused"] == 0 and summary["median"] < near and summary["spearman"] > spearman
-    assert summary["memory"] is None or summary["memory"]["median"] < 0.11
+    assert (summary["memory"] is None) == (gigabytes is None)
+    assert gigabytes is None or summary["memory"]["median"] < gigabytes
 
 
 @pytest.mark.wide

@@ -112,7 +112,11 @@ def accumulated_apart(trace: OpTrace) -> Iterable[Op]:
 def inputs_kept(cell: Cell) -> Cell:
     """Keep gathered inputs of products: what is gathered for a forward is not gathered again for its backward."""
     gathered = {op.layer for op in cell.forward if op.name == "all_gather"}
-    return cell._replace(backward=tuple(op for op in cell.backward if op.name != "all_gather" or op.layer not in gathered))
+
+    def is_again(op: Op) -> bool:
+        return op.name == "all_gather" and op.phase == "backward" and op.layer in gathered
+
+    return cell._replace(backward=tuple(op for op in cell.backward if not is_again(op)))
 
 
 EAGER = {"rms_norm": 5.0, "rotate": 5.0, "swiglu": 1.7, "layer_norm": 1.0, "bias_gelu": 1.5, "cross_entropy": 4.0}

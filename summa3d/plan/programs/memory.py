@@ -17,7 +17,7 @@ RESERVE = 2.5 * 2**30
 """Bytes of a context, of NCCL's buffers and of kernels' workspace."""
 FRAGMENTS = 1.06
 """What an allocator takes over what tensors hold."""
-EAGER = 4
+LOGARITHMS = 4
 """Bytes of a logit more where no compiler joins the loss's kernels: its logarithms in 32 bits."""
 
 
@@ -48,18 +48,18 @@ def bytes_of(given: Mapping[str, Any]) -> float:
     of_block = min(parts.block + apart, _kept(given, rows))
     micro_batches = max(1, given["batch"] // (given["dp"] * given.get("shards", 1) * given["micro_batch"]))
     sizes = []
-    for rank in {0, pp - 1}:
-        layers, flying = sum(stages_of(given)[rank::pp]), in_flight(pp, chunks, micro_batches, rank)
-        top = max(parts.again, _leave(given, parts, rows)) if rank == pp - 1 else parts.again
-        activations = flying * (layers * of_block + (parts.enter if rank == 0 else 0)) + top
-        sizes.append(_states(given, layers) + activations)
+    stages, leave = stages_of(given), _leave(given, parts, rows)
+    for rank in range(pp):
+        layers, flying, first, last = sum(stages[rank::pp]), in_flight(pp, chunks, micro_batches, rank), rank == 0, rank == pp - 1
+        activations = flying * (layers * of_block + first * parts.enter) + max(parts.again, last * leave)
+        sizes.append(_states(given, layers, first or last) + activations)
     return float(FRAGMENTS * max(sizes) + RESERVE)
 
 
-def _states(given: Mapping[str, Any], layers: int) -> float:
+def _states(given: Mapping[str, Any], layers: int, at_end: bool) -> float:
     """Bytes of weights, sums of gradients, masters and moments of so many layers, and of the table of the first or last stage."""
     program, block = PROGRAMS[given["profile"]], block_parameters(given) / given["tp"]
-    tables = 1 if given["pp"] > 1 or given.get("tied") else 2
+    tables = at_end * (1 if given["pp"] > 1 or given.get("tied") else 2)
     held = block * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
     return held / shards_of(given) * (program.kept + 12 / owners_of(given)) + _gathered(given, block, held)
 
@@ -68,7 +68,7 @@ def _leave(given: Mapping[str, Any], parts: Activations, rows: int) -> float:
     """The most bytes that what is behind the blocks holds."""
     of_logit = PROGRAMS[given["profile"]].logits
     eager = of_logit and on_of(given).get("compile") is False
-    return parts.leave + rows * given["vocabulary"] // given["tp"] * (of_logit + (EAGER if eager else 0))
+    return parts.leave + rows * given["vocabulary"] // given["tp"] * (of_logit + (LOGARITHMS if eager else 0))
 
 
 def _gathered(given: Mapping[str, Any], block: float, held: float) -> float:
@@ -84,8 +84,15 @@ def _gathered(given: Mapping[str, Any], block: float, held: float) -> float:
 
 def _halved(given: Mapping[str, Any], rows: int) -> float:
     """Bytes less of a block that keeps operands of products in 8 bits: both norms, attention beside its own, down's."""
-    width = given["hidden"] + (given.get("ffn") or 4 * given["hidden"])
-    return rows * width / given["tp"] if given.get("eight_bits") and given.get("recompute", "full") != "full" else 0.0
+    if not given.get("eight_bits") or given.get("recompute", "full") == "full":
+        return 0.0
+    width = (given.get("ffn") or 4 * given["hidden"]) - given["hidden"]
+    return rows * (width / given["tp"] + 2 * given["hidden"] / _owners_of_rows(given))
+
+
+def _owners_of_rows(given: Mapping[str, Any]) -> int:
+    """The tensor-parallel ranks over which rows between products are cut: all with sequence parallelism."""
+    return int(given["tp"]) if given.get("scheme") == "oned-sp" else 1
 
 
 def _apart(given: Mapping[str, Any], rows: int) -> float:
@@ -98,8 +105,10 @@ def _apart(given: Mapping[str, Any], rows: int) -> float:
 
 def _inputs(given: Mapping[str, Any], rows: int) -> float:
     """Bytes more of a block whose two gathered inputs are kept."""
-    gathers = inputs_kept in PROGRAMS[given["profile"]].edits and given.get("scheme") == "oned-sp"
-    return 2.0 * 2 * rows * given["hidden"] * (1 - 1 / given["tp"]) if gathers and given.get("recompute") != "full" else 0.0
+    if inputs_kept not in PROGRAMS[given["profile"]].edits or given.get("recompute", "full") == "full":
+        return 0.0
+    own = _owners_of_rows(given)
+    return 2.0 * 2 * rows * given["hidden"] * (1 - 1 / own)
 
 
 def _kept(given: Mapping[str, Any], rows: int) -> float:
@@ -111,7 +120,7 @@ def _kept(given: Mapping[str, Any], rows: int) -> float:
     keys = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
     widths = {**dict.fromkeys(("q", "attention", "out", "down"), hidden), **dict.fromkeys(("k", "v"), keys)}
     widths |= {"gate": gated * ffn, "up": ffn}
-    return 2.0 * rows * (hidden + sum(widths[name] for name in names)) / given["tp"]
+    return 2.0 * rows * (hidden / _owners_of_rows(given) + sum(widths[name] for name in names) / given["tp"])
 
 
 _known: dict[str, Activations] = {}

@@ -54,14 +54,15 @@ class PricedProgram(NamedTuple):
 
     about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
     computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device.
-    sums : dtype in which shards of weights' gradients are added up. contention : the part of their time for which gathers of
-    weights slow down the arithmetic that they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes
-    of a parameter beside its master and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum.
-    logits : bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps
-    beside its input, where all else is computed again. ports : of a node that it uses, all where 0.
-    host : seconds that a host takes to start the work of a block's two passes, below which no device does it. balanced : whether
-    stages have as many parameters, of the head too, and not as many blocks, one stage a rank. broadcasts : the tensors of a
-    block, whole ones of which an owner updates and broadcasts by itself, one after the other; 0, where all gather from all.
+    sums : dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits.
+    contention : the part of their time for which gathers of weights, and sums over replicas, slow down the arithmetic that
+    they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master
+    and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum. logits : bytes of a logit
+    beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its input, where all
+    else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes to start the work of
+    a block's two passes, below which no device does it. balanced : whether stages have as many parameters, of the head too,
+    and not as many blocks, one stage a rank. broadcasts : the tensors of a block, whole ones of which an owner updates and
+    broadcasts by itself, one after the other; 0, where all gather from all.
     """
 
     about: str

@@ -168,7 +168,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         remarks.append(f"experts are priced as a feed-forward of {model['top_k']} times the width")
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
-    zero = int(switches.get("zero", FULLY if (row.get("grid") or {}).get("fsdp") else 1))
+    zero = int(switches.get("zero", _zero_of(row.get("grid") or {})))
     size = switches.get("zero_size", grid["dp"])
     if not (_is(size, int) and size >= 1 and grid["dp"] % size == 0):
         fitting = ", ".join(map(str, divisors(grid["dp"])))
@@ -191,6 +191,12 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     ]
     memory = float(row.get("memory_gib") or 0) * 2**30
     return MeasuredStep(said, name, str(device), cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+
+
+def _zero_of(grid: Mapping[str, Any]) -> int:
+    """The stage of ZeRO that a row's grid says: weights are cut over shards, where `fsdp` is 1 over contexts without replicas."""
+    contexts = grid.get("fsdp") and (grid.get("cp") or 1) > 1 and not grid.get("dp")
+    return FULLY if (grid.get("fsdp") or 1) > 1 or contexts else 1
 
 
 def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:

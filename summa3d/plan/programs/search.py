@@ -16,7 +16,7 @@ from .bands import band_of
 from .devices import devices
 from .memory import bytes_of
 from .programs import PricedProgram, on_cluster, program_of
-from .step import step
+from .step import FULLY, step
 
 SHORT = {"y": "tp", "t": "tp", "grid.y": "tp", "p": "pp", "grid.pp": "pp", "d": "dp", "grid.dp": "dp", "fsdp": "shards"}
 SHORT |= {"b": "micro_batch", "v": "chunks", "pipeline.chunks": "chunks", "replicas.zero": "zero", "grid.cp": "cp"}
@@ -134,6 +134,7 @@ def _plans(
     sizes |= {"vocabulary": model.vocabulary, "gpus": ranks, "batch": batch, "ffn": model.ffn_dim, "profile": name}
     fused = program.switches.get("fused_attention", name == "summa3d")
     sizes |= {"dropout": 0.0 if fused else 0.1, "family": "llama" if model.family == "llama" else "gpt2"}
+    sizes["tied"] = model.tied
     if model.grouped:
         sizes["kv_heads"] = model.num_kv_heads
 
@@ -153,6 +154,8 @@ def _plans(
 
 def _with_grid(sizes: Mapping[str, Any], grid: Mapping[str, int], program: PricedProgram, of: Any) -> Iterator[dict[str, Any]]:
     """The plans of one grid: rows of a micro-batch, chunks, recomputation, sequence parallelism, ZeRO."""
+    if of("zero", (1,))[0] == FULLY:
+        grid = {**grid, "shards": grid["shards"] * grid["dp"], "dp": 1}
     rows, left = divmod(sizes["batch"], grid["dp"] * grid["shards"])
     per_stage = sizes["layers"] // grid["pp"]
     most = MOST_CHUNKS if grid["pp"] > 1 and not program.balanced else 1

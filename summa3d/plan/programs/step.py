@@ -31,9 +31,9 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     """The step of a row: profile (its program), hidden, heads, layers, tp, pp, dp, batch, micro_batch, and its sizes.
 
     May have chunks (1), recompute ("full"), cp (1), shards (1: of weights, gathered before use), switches, dropout (0.1).
-    slots : layers' places in the pipeline that the embedding and the head take, one each. zero : 1, where each replica updates
-    a part of the parameters, of all or of `zero_size` neighbours. eight_bits : whether blocks' products run in 8 bits. scatter :
-    whether messages of the pipeline travel in parts.
+    slots : layers' places in the pipeline that the embedding and the head take, one each. zero : 1, where each replica
+    updates a part of the parameters, of all or of `zero_size` neighbours; 3, where weights are cut, too. eight_bits : whether
+    blocks' products run in 8 bits. scatter : whether messages of the pipeline travel in parts.
     """
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
     cut = neighbours_of(given)
@@ -47,10 +47,9 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     if on.get("overlap_tp") and tp > 1:
         of_cells, behind = _in_pieces(of_cells, tp)
     for (name, backward), ops in _outside(given, on, ends).items():
-        if on.get("prefetch", True) or ops[0].axis == "cp":
-            behind[name, backward] = (*behind.get((name, backward), ()), *ops)
-        else:
-            of_cells[name] = _with(of_cells[name], backward, ops)
+        hidden = tuple(op for op in ops if on.get("prefetch", True) or op.axis == "cp")
+        behind |= {(name, backward): (*behind.get((name, backward), ()), *hidden)} if hidden else {}
+        of_cells[name] = _with(of_cells[name], backward, tuple(op for op in ops if op not in hidden))
     late, early, after = _after(held, given, on)
     messages = () if pp == 1 or (on.get("overlap_p2p") and chunks > 1) else _messages(words, tp, given.get("scatter", True))
     return PredictedStep(
@@ -219,19 +218,21 @@ def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple
     """
     shards, owners = shards_of(given), owners_of(given)
     gather, total = _whole(held, given)
-    once = ((total,), (gather,)) if shards > 1 and given["pp"] > 1 else ((), ())
+    staged, prefetch, late = shards > 1 and given["pp"] > 1, on.get("prefetch", True), on.get("overlap_gradients")
+    once = ((total,) if staged and late else ()), ((gather,) if staged and prefetch else ())
+    exposed = (*((gather,) if staged and not prefetch else ()), *((total,) if staged and not late else ()))
     held //= shards
     contexts = 1 if shards > 1 else given.get("cp", 1)
     copies = given["dp"] * contexts
     sums, whole = "·".join(("cp",) * (contexts > 1) + ("zero", "dp")), "·".join(("cp",) * (contexts > 1) + ("zero",))
-    words, late, early = held * (copies - 1) // copies, on.get("overlap_gradients"), on.get("overlap_parameters")
+    words, early = held * (copies - 1) // copies, on.get("overlap_parameters")
     update, dtype = optimizer(-(-held // owners)), HALF if shards > 1 else PROGRAMS[given["profile"]].sums
     if copies == 1:
-        return *once, (update,)
+        return *once, (*exposed, update)
     scattered = owners == copies and not (late is None and early is None)
     total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), dtype, "optimizer")
     gathers = _updated(held, whole, owners, given) if owners > 1 else ()
-    after = (*(() if late else (total,)), update, *(() if early else gathers))
+    after = (*exposed, *(() if late else (total,)), update, *(() if early else gathers))
     return (*once[0], *((total,) if late else ())), (*once[1], *(gathers if early else ())), after
 
 
