@@ -76,7 +76,7 @@ def block_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[R
             name = ", ".join(part for part in (given["name"], cluster if place else "", place) if part)
             described, corrected = load_cluster(cluster), given.get("corrected")
             work = block_work(table, given, how)
-            predict = _sequences(work) if "sequences" in given else _seconds(work)
+            predict = _sequences(work) if "sequences" in given else work.seconds
             texts, ranks = (given["use"], given["series"]), prod(given["axes"].values())
             yield ReportedNumber(name, *texts, ranks, described, round(reported, 4), corrected, given.get("erratum", ""), predict)
 
@@ -93,10 +93,6 @@ def block_work(table: Mapping[str, Any], given: Mapping[str, Any], how: Mapping[
 
 def _sequences(work: UnorderedWork) -> Predict:
     return lambda cluster: 1 / work.seconds(cluster)
-
-
-def _seconds(work: UnorderedWork) -> Predict:
-    return work.seconds
 
 
 def _step_rows(table: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[ReportedNumber]:

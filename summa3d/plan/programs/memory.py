@@ -11,7 +11,7 @@ from ...dry.step import Setting, run
 from ...dtypes import dtype_of
 from .edits import inputs_kept
 from .programs import PROGRAMS
-from .step import block_parameters, in_flight, on_of, owners_of, setting, shards_of, stages_of
+from .step import block_parameters, in_flight, on_of, owners_of, setting, shards_of, stages_of, widths_of
 
 RESERVE = 2.5 * 2**30
 """Bytes of a context, of NCCL's buffers and of kernels' workspace."""
@@ -37,9 +37,9 @@ def bytes_of(given: Mapping[str, Any]) -> float:
     """The bytes of the rank that holds most of a row, as `step.step` takes it: weights, sums of gradients, masters and moments.
 
     With shards (ZeRO-3, FSDP) all are cut, but what is gathered of them. With zero 1 masters and moments are cut over replicas
-    and contexts. Activations are those that the dry run holds of a block, for the micro-batches in flight in the first stage or
-    in the last, which has the logits; and those of one block that is computed again. RESERVE is what no allocator knows of, and
-    printed gigabytes lack.
+    and contexts. Activations are those that the dry run holds of a block, for the micro-batches in flight in each stage, of which
+    the last has the logits; and those of one block that is computed again. RESERVE is what no allocator knows of, and printed
+    gigabytes lack.
     """
     pp, chunks = given["pp"], given.get("chunks", 1)
     parts = _activations(setting(given))
@@ -86,7 +86,7 @@ def _halved(given: Mapping[str, Any], rows: int) -> float:
     """Bytes less of a block that keeps operands of products in 8 bits: both norms, attention beside its own, down's."""
     if not given.get("eight_bits") or given.get("recompute", "full") == "full":
         return 0.0
-    width = (given.get("ffn") or 4 * given["hidden"]) - given["hidden"]
+    width = widths_of(given)["up"] - given["hidden"]
     return rows * (width / given["tp"] + 2 * given["hidden"] / _owners_of_rows(given))
 
 
@@ -99,8 +99,8 @@ def _apart(given: Mapping[str, Any], rows: int) -> float:
     """Bytes more of a block that no compiler joins: what attention reads, and the activation beside its product."""
     if on_of(given).get("compile") is not False or given.get("recompute", "full") == "full":
         return 0.0
-    keys = given["hidden"] * (given.get("kv_heads") or given["heads"]) // given["heads"]
-    return 2.0 * rows * (given["hidden"] + 2 * keys + (given.get("ffn") or 4 * given["hidden"])) / given["tp"]
+    widths = widths_of(given)
+    return 2.0 * rows * sum(widths[name] for name in ("q", "k", "v", "up")) / given["tp"]
 
 
 def _inputs(given: Mapping[str, Any], rows: int) -> float:
@@ -116,11 +116,8 @@ def _kept(given: Mapping[str, Any], rows: int) -> float:
     names = PROGRAMS[given["profile"]].results
     if given.get("recompute", "full") != "selective" or not names:
         return inf
-    hidden, ffn, gated = given["hidden"], given.get("ffn") or 4 * given["hidden"], given.get("family") == "llama"
-    keys = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
-    widths = {**dict.fromkeys(("q", "attention", "out", "down"), hidden), **dict.fromkeys(("k", "v"), keys)}
-    widths |= {"gate": gated * ffn, "up": ffn}
-    return 2.0 * rows * (hidden / _owners_of_rows(given) + sum(widths[name] for name in names) / given["tp"])
+    widths = widths_of(given)
+    return 2.0 * rows * (given["hidden"] / _owners_of_rows(given) + sum(widths[name] for name in names) / given["tp"])
 
 
 _known: dict[str, Activations] = {}

@@ -91,7 +91,15 @@ PROGRAMS = {
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
     "internevo": PricedProgram(
-        "InternEvo", (as_nccl,), INTERNEVO, core_again, "flash2", "bfloat16", CONTENTION, True, 4, broadcasts=9
+        "InternEvo",
+        (as_nccl,),
+        INTERNEVO,
+        core_again,
+        "flash2",
+        contention=CONTENTION,
+        newer=True,
+        kept=4,
+        broadcasts=9,
     ),
     "nanotron": PricedProgram(
         "Nanotron",
@@ -116,10 +124,10 @@ PROGRAMS = {
         "flash2",
         "float32",
         CONTENTION,
-        True,
-        4,
-        10,
-        ("q", "v", "attention", "gate", "down"),
+        newer=True,
+        kept=4,
+        logits=10,
+        results=("q", "v", "attention", "gate", "down"),
     ),
     "maxtext": PricedProgram(
         "MaxText, XLA's FSDP", (as_nccl,), FSDP, all_but_qkv_again, newer=True, kept=4, results=("q", "k", "v")
@@ -158,7 +166,7 @@ def program_of(name: str) -> tuple[str, PricedProgram]:
 
 
 def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
-    """The cluster with the ports that the program uses, and the rate of fused attention by its kernel."""
+    """The cluster with the ports that the program uses, its broadcasts' chunks, and the rate of fused attention by its kernel."""
     if program.broadcasts:
         cluster = cluster.replaced({"collectives.chunk": CHUNK}, "assumed")
     if program.ports:

@@ -104,13 +104,18 @@ def setting(given: Mapping[str, Any]) -> Setting:
     return Setting(model, given["micro_batch"], scheme, {"y": tp}, dtype=HALF, recompute=(kind, 1), on_device=True)
 
 
+def widths_of(given: Mapping[str, Any]) -> dict[str, int]:
+    """Columns of what a block's products give: Llama's with its heads of k and v and its gated feed-forward, or GPT's."""
+    hidden, ffn = int(given["hidden"]), int(given.get("ffn") or 4 * given["hidden"])
+    keys = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
+    gate = ffn if given.get("family") == "llama" else 0
+    return {"q": hidden, "k": keys, "v": keys, "attention": hidden, "out": hidden, "gate": gate, "up": ffn, "down": hidden}
+
+
 def block_parameters(given: Mapping[str, Any]) -> int:
-    """Parameters of a block: GPT's, or Llama's with its heads of k and v and its gated feed-forward."""
-    hidden = int(given["hidden"])
-    ffn = given.get("ffn") or 4 * hidden
-    kv = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
-    gates = 3 if given.get("family") == "llama" else 2
-    return 2 * hidden**2 + 2 * hidden * kv + gates * hidden * ffn
+    """Parameters of a block: all its products but down take columns of the residual stream."""
+    widths = widths_of(given)
+    return int(given["hidden"]) * (sum(widths[name] for name in ("q", "k", "v", "out", "gate", "up")) + widths["up"])
 
 
 def stages_of(given: Mapping[str, Any]) -> tuple[int, ...]:
