@@ -29,6 +29,11 @@ _told = threading.Lock()
 """Held from when the user was shown that Ctrl-C was heard."""
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an error is an interrupt, or what other ranks raise since one of them was interrupted."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt)
+
+
 def hold() -> None:
     """Let requests wait from now on until something listens to them: imports take seconds, on some file systems minutes."""
     signal.pthread_sigmask(signal.SIG_BLOCK, REQUESTS)
@@ -55,6 +60,12 @@ def stop_listening() -> None:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     if _received is not None:
         signal.raise_signal(_received)
+
+
+def ignore_interrupts() -> None:
+    """Leave further SIGINTs unheard: this process already ends."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,48 @@ def test_a_users_error_on_all_ranks_is_its_message_once_without_traceback(tmp_pa
     assert "Traceback" not in ended.stderr
 
 
+INTERRUPTS = """
+def interrupt(after):
+    time.sleep(after)
+    os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_an_interrupt_while_a_rank_waits_to_report_an_error_is_reported_in_place_of_it(tmp_path: Path) -> None:
+    """As Ctrl-C, which ends a rank by way of another's first; later ones change nothing."""
+    body = f"""
+import signal
+{INTERRUPTS}
+if comm.rank == 5:
+    for after in 0.1, 0.2, 0.25:
+        threading.Thread(target=interrupt, args=(after,), daemon=True).start()
+    raise LayoutError("broken")
+time.sleep(600)
+"""
+    ended, seconds = run_job(tmp_path, body)
+    assert ended.status == 130 and seconds < SOON, ended
+    assert ended.stderr.strip() == f"interrupted on rank 5 of {RANKS}"
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_a_rank_that_fails_since_another_was_interrupted_leaves_it_to_that_one(tmp_path: Path, axis: str) -> None:
+    """Also over an axis without the interrupted rank, which those that failed first have broken."""
+    body = f"""
+import signal
+from summa3d import Grid
+{INTERRUPTS}
+with Grid(comm, {{"x": 4, "y": 2}}) as grid:
+    if comm.rank == 1:
+        threading.Thread(target=interrupt, args=(1.0,), daemon=True).start()
+    while True:
+        grid["x"].barrier()
+        grid["{axis}"].barrier()
+"""
+    ended, seconds = run_job(tmp_path, body)
+    assert ended.status == 130 and seconds < SOON, ended
+    assert ended.stderr.startswith(f"interrupted on rank 1 of {RANKS}\n") and "Error" not in ended.stderr, ended.stderr
+
+
 def test_a_hook_that_shows_what_the_one_before_it_wrote_has_something_to_show(tmp_path: Path) -> None:
     """As torch.distributed's, which is put between ours: that of a launched script, and that of a grid."""
     body = """

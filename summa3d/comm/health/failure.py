@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from opcode import opname
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -26,6 +27,7 @@ from . import flight, flight_files
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
+WAIT_FOR_THE_INTERRUPTED = 0.5  # seconds that a rank which fails since another was interrupted leaves to that one
 MOMENT = 0.2
 """Seconds after which a rank that waited is found to wait still, or not."""
 STDERR = 2  # the file descriptor
@@ -52,7 +54,7 @@ def _on_thread_exception(args: threading.ExceptHookArgs) -> None:
 def report_and_abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """Print the failure once per job, then end all ranks; returns only where there are no other ranks."""
     if has_peers() and not _speaks:
-        _say_and_abort(kind, lambda: sys.stderr.write(_report(kind, error, trace, of_rank=f" on {who()}")))
+        _say_and_abort(error, lambda: sys.stderr.write(_report(kind, error, trace, of_rank=f" on {who()}")))
     sys.stderr.write(_report(kind, error, trace))
     sys.stderr.flush()
 
@@ -61,9 +63,18 @@ _speaks = False
 """Whether a hook of this process reports, which may call another one: torch.distributed's shows what the one before it wrote."""
 
 
-def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoReturn:
+def _say_and_abort(error: BaseException, say: Callable[[], object]) -> NoReturn:
+    """Report once per job and end it. A Ctrl-C, which all ranks get, may come while this one waits to report another's."""
     global _speaks
-    if _may_speak():
+    interrupted = preemption.is_interrupt(error)
+    try:
+        speaks = _may_speak(WAIT_FOR_THE_INTERRUPTED if interrupted and not isinstance(error, KeyboardInterrupt) else 0.0)
+        preemption.ignore_interrupts()
+    except KeyboardInterrupt as interrupt:
+        preemption.ignore_interrupts()
+        speaks, interrupted = flight.claim_node(), True
+        say = partial(sys.stderr.write, _report(KeyboardInterrupt, interrupt, None, of_rank=f" on {who()}"))
+    if speaks:
         sys.stdout.flush()
         _speaks = True
         say()
@@ -72,7 +83,7 @@ def _say_and_abort(kind: type[BaseException], say: Callable[[], object]) -> NoRe
         time.sleep(TIME_TO_BE_HEARD)
     else:
         time.sleep(WAIT_FOR_THE_END)
-    abort(preemption.INTERRUPTED if issubclass(kind, KeyboardInterrupt) else 1)
+    abort(preemption.INTERRUPTED if interrupted else 1)
 
 
 _ends_job = False
@@ -100,7 +111,7 @@ def prepare_for_failure(comm: MPI.Intracomm) -> bool:
             sys.stderr.write(f"uncaught exception on {who()}:\n")
             show(kind, error, trace)
 
-        _say_and_abort(kind, say)
+        _say_and_abort(error, say)
 
     def noted(*status: Any) -> NoReturn:
         try:
@@ -209,11 +220,10 @@ def has_peers() -> bool:
     return not _forked and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
-def _may_speak() -> bool:
-    """Decide whether this rank prints: rank 0 at once, the others after leaving it time, one rank per node."""
+def _may_speak(later: float = 0.0) -> bool:
+    """Decide whether this rank prints, one per node: rank 0 after `later` seconds, the others after leaving it time."""
     rank = MPI.COMM_WORLD.rank
-    if rank != 0:
-        time.sleep(min(WAIT_FOR_RANK_ZERO + WAIT_PER_RANK * rank, LONGEST_WAIT))
+    time.sleep(later + (min(WAIT_FOR_RANK_ZERO + WAIT_PER_RANK * rank, LONGEST_WAIT) if rank else 0.0))
     return flight.claim_node()
 
 

@@ -173,7 +173,7 @@ class Signatures:
         """Break the axis, and raise."""
         if not self.words[0]:
             self.words[1] = number
-            self.flags.report(self.index, f"its members differ in their call {number}", disputed=True)
+            self.flags.report(self.index, f"its members differ in their call {number}", DISPUTED)
         self.wake()
         self.flags.check()
 

@@ -17,12 +17,28 @@ from weakref import WeakSet
 
 from mpi4py import MPI
 
+from ...preemption import is_interrupt
 from ..device.arrays import Array, empty, is_torch, library_of
 from ..health.agreement import world_ranks
 from ..health.failure import said
 from ..health.signatures import Signatures
 from .call import Carried, refuse_freed
-from .node_memory import BROKEN, CLOSED, FLAGS, LEFT, MAPPED, OFFERED, POSTED, SLOTS, Flags, joined, mapped, offered
+from .node_memory import (
+    BROKEN,
+    CLOSED,
+    FAILED,
+    FLAGS,
+    INTERRUPTED,
+    LEFT,
+    MAPPED,
+    OFFERED,
+    POSTED,
+    SLOTS,
+    Flags,
+    joined,
+    mapped,
+    offered,
+)
 from .slot_collective import ALL, SlotCollective, Views, row_major
 
 GRAIN = 1 << 18
@@ -248,7 +264,9 @@ class NodeBuffer:
         """Break the axis: report `error`, if it is the first, to the members that would wait for this one."""
         if not self.flags.broken:
             who = f"member {self.index} (rank {MPI.COMM_WORLD.rank})"
-            self.flags.report(self.index, f"{who} failed in a collective ({said(error)})")
+            self.flags.report(
+                self.index, f"{who} failed in a collective ({said(error)})", INTERRUPTED if is_interrupt(error) else FAILED
+            )
         for flag in itertools.chain(*self.own):
             self.flags.set(flag, BROKEN)
         self.signatures.wake()

@@ -36,8 +36,9 @@ LEFT, BROKEN = 1 << 61, (1 << 62) + 0xFFFFFFFF
 POSTED, CLOSED, OFFERED, MAPPED = range(4)
 """A member's flags of a slot: its part is written; it has finished reading; larger memory is offered; it has mapped that."""
 FLAGS = 4
-FAILED, DISPUTED = 1, 2
-"""The first word of a broken axis: a member failed in a collective; members differ in a call, whose number is the next word."""
+FAILED, DISPUTED, INTERRUPTED = 1, 2, 3
+"""The first word of a broken axis: a member failed in a collective; members differ in a call, whose number is the next word; a
+member was interrupted in a collective."""
 KEPT, TEXT = 8, 240
 """The last calls of a member that others can compare, a cache line of signatures; bytes of a call's text, which is cut there."""
 RECORD = 1024
@@ -143,21 +144,25 @@ class Flags:
         return False
 
     def check(self) -> None:
-        """Raise GridError with the first error if a member has failed; AgreementError, once, if the members differ in a call."""
+        """Raise GridError with the first error if a member has failed; AgreementError, once, if the members differ in a call.
+
+        Its cause is a KeyboardInterrupt where that is what ended the member.
+        """
         if self.words[0]:
             self.disputed()
+            cause = KeyboardInterrupt() if self.words[0] == INTERRUPTED else None
             raise GridError(
                 f"axis {self.label} is broken: {self.first_error()}.\n"
                 "  Its members are out of step, and it communicates no more. Free the grid and make another."
-            )
+            ) from cause
 
-    def report(self, member: int, text: str, disputed: bool = False) -> None:
-        """Write the error of `member` to shared memory; the axis is broken from now on."""
+    def report(self, member: int, text: str, state: int = FAILED) -> None:
+        """Write the error of `member` to shared memory; the axis is broken from now on, in a state other than 0."""
         place = self._record(member)
         said = text.encode()[: RECORD - 8 - 1]
         self._memory[place + 8 : place + 8 + len(said)] = said
         self.words[place // 8] = time.monotonic_ns()
-        self.words[0] = DISPUTED if disputed else FAILED
+        self.words[0] = state
 
     def release(self) -> None:
         """Unmap the memory; nothing may be asked of the flags afterwards."""
