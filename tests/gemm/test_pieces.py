@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -18,7 +19,7 @@ from summa3d.gemm import Cuboid, CuboidPlan, DistMatrix, matmul, volume
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.cost.machine import Machine
 from summa3d.gemm.pieces import schedule
-from summa3d.gemm.pieces.schedule import SLABS, pieces_of, rounds, slabs
+from summa3d.gemm.pieces.schedule import SLABS, is_crosswise, pieces_of, rounds, slabs
 from summa3d.gemm.pieces.timing import best_pieces, pieces_on, predicted, seconds_of, steps_of
 from summa3d.layout import distribute, split_sizes
 from summa3d.nn.overlap import Overlap
@@ -45,6 +46,51 @@ def test_every_form_on_every_grid_is_right_and_costs_its_formula(comm, make_grid
             check_product(grid, plan, "numpy", "float64", *turns[(turn + number) % len(turns)])
 
 
+ACROSS = {"k": (41, 67, 13), "m": (13, 41, 97), "n": (41, 13, 97)}
+"""Dim that an axis splits → m, n, k of a product whose pieces are cut across it."""
+
+
+@pytest.mark.mpi(sizes=(3, 6))
+@pytest.mark.parametrize(("kind", "dtype"), [("numpy", "float64"), ("torch", "bfloat16")])
+def test_pieces_across_the_split_dim_are_right_and_cost_their_formula(comm, make_grid, kind, dtype):
+    for number, (form, operand, fine) in enumerate(product(FORMS, "ab", (0, 1))):
+        shape = {"x": 1, "y": 1, "z": comm.size // 3, {"a": "y", "b": "x"}[operand]: 3}
+        plan = CuboidPlan(form, 1, 1, 1, **{f"{operand}_fine": fine})
+        m, n, k = ACROSS[plan.fine_dims[operand]]
+        plan = replace(plan, m=m, n=n, k=k, pieces=2 + number % 3, c_fine=number % 2)
+        assert is_crosswise(plan, operand, shape), (form, operand, fine)
+        check_product(make_grid(**shape, node_memory=False), plan, kind, dtype, -1.5, number % 2, True)
+
+
+def test_pieces_are_cut_across_the_split_dim_where_products_pass_less_for_what_is_copied():
+    """Cut along k, each piece passes all of C; along n, all of A. Where both ways pass as much, rows need no copies."""
+    for form, operand, sizes, expected in (
+        ("tn", "a", (2048, 12800, 1024), True),
+        ("nn", "a", (2048, 12800, 1024), False),
+        ("nn", "a", (2048, 12800, 1030), False),  # passes less by a part of what is copied
+        ("nt", "b", (12800, 1024, 2048), True),
+        ("nn", "b", (12800, 1024, 2048), False),
+        ("tn", "a", (64, 64, 65536), False),
+    ):
+        plan = CuboidPlan(form, *sizes, pieces=8)
+        shape = {"x": 1, "y": 1, "z": 1, {"a": "y", "b": "x"}[operand]: 2}
+        assert is_crosswise(plan, operand, shape) is expected, plan
+        assert not is_crosswise(replace(plan, pieces=1), operand, shape)
+
+
+@pytest.mark.mpi(sizes=(4, 12))
+def test_both_operands_arrive_across_what_is_split(comm, make_grid):
+    """Also where a rank has no own part of k, and its first product is of no elements."""
+    sizes, z = [(41, 43, 13), (13, 11, 97), (23, 19, 3)], comm.size // 4
+    seen = set()
+    for number, (form, (m, n, k)) in enumerate(product(FORMS, sizes)):
+        plan = CuboidPlan(form, m, n, k * z, pieces=3, a_fine=number % 2, b_fine=number // 2 % 2)
+        grid = make_grid(x=2, y=2, z=z, node_memory=False)
+        seen |= {(operand, is_crosswise(plan, operand, grid.shape)) for operand in "ab"}
+        check_product(grid, plan, "numpy", "float64", 2, -0.5, True)
+    assert len(seen) == 4
+
+
 @pytest.mark.mpi(sizes=(4, 8))
 @pytest.mark.parametrize(
     ("kind", "dtype"), [("numpy", "complex128"), ("numpy", "float16"), ("torch", "bfloat16"), ("torch", "float32")]
@@ -61,12 +107,18 @@ def test_integers_whose_sums_no_blas_takes_are_exact_in_pieces_of_k(comm, make_g
     grid = make_grid(x=2, y=2, z=1, node_memory=False)
     random = np.random.default_rng(3)
     a, b = random.integers(-9, 9, (29, 13)), random.integers(-9, 9, (29, 11))
-    plan = CuboidPlan("tn", 13, 11, 29, pieces=3)
-    cuboid = Cuboid(plan, grid)
-    c = cuboid.run(distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout))
-    assert np.array_equal(c, distribute(a.T @ b, grid, plan.c_layout))
-    cost = volume.of_plan(plan, grid.shape, "int64").cost_of(grid.coordinates)
-    assert cuboid.workspace.nbytes == 8 * cost.workspace
+    across = CuboidPlan("nn", 7, 31, 67, pieces=3)
+    assert is_crosswise(across, "a", grid.shape) and not is_crosswise(across, "b", grid.shape)
+    for plan, left, right in (
+        (CuboidPlan("tn", 13, 11, 29, pieces=3), a, b),
+        (across, random.integers(-9, 9, (7, 67)), random.integers(-9, 9, (67, 31))),
+        (replace(across, b_fine=1), random.integers(-9, 9, (7, 67)), random.integers(-9, 9, (67, 31))),
+    ):
+        cuboid = Cuboid(plan, grid)
+        c = cuboid.run(distribute(left, grid, plan.a_layout), distribute(right, grid, plan.b_layout))
+        assert np.array_equal(c, distribute((left.T if plan.form == "tn" else left) @ right, grid, plan.c_layout))
+        cost = volume.of_plan(plan, grid.shape, "int64").cost_of(grid.coordinates)
+        assert cuboid.workspace.nbytes == 8 * cost.workspace
 
 
 @pytest.mark.mpi(sizes=(4,))
@@ -165,21 +217,27 @@ def test_a_number_of_pieces_that_cannot_be_is_refused(pieces):
         CuboidPlan("nn", 3, 4, 5, pieces=pieces)
 
 
-def test_every_word_is_exchanged_once_and_both_sides_know_of_it():
-    for sizes in ([5, 4, 0, 4], [1, 1], [7, 3, 2]):
-        for pieces in (1, 2, 5):
-            sent, received = [], []
-            for index in range(len(sizes)):
-                start = sum(sizes[:index])
-                for one in rounds(sizes, index, pieces):
-                    if one.send:
-                        sent.append((index, one.target, start + one.send[0], start + one.send[1]))
-                    if one.receive:
-                        received.append((one.source, index, *one.receive))
-                assert sum(last - first for *_, first, last in received if _[1] == index) == sum(sizes) - sizes[index]
-                others = [size for member, size in enumerate(sizes) if member != index]
-                assert sum(each[1] == index for each in received) == sum(min(size, pieces) for size in others)
-            assert sorted(sent) == sorted(received)
+@pytest.mark.parametrize("crosswise", [False, True])
+def test_every_word_is_exchanged_once_and_both_sides_know_of_it(crosswise):
+    for sizes, pieces, extent in product(([5, 4, 0, 4], [1, 1], [7, 3, 2]), (1, 2, 5), (1, 3, 7)):
+        sent, received = [], []
+        for index in range(len(sizes)):
+            whole = np.zeros((sum(sizes), extent), int)
+            start = sum(sizes[:index])
+            for one in rounds(sizes, index, pieces, extent, crosswise):
+                if one.send:
+                    sent.append((index, one.target, one.send.moved(start)))
+                if one.receive:
+                    received.append((one.source, index, one.receive))
+                    whole[one.receive.slices(0)] += 1
+                    assert one.receive.words == whole[one.receive.slices(0)].size
+            assert (np.delete(whole, range(start, start + sizes[index]), 0) == 1).all() and whole.sum() == extent * (
+                sum(sizes) - sizes[index]
+            )
+            others = [size for member, size in enumerate(sizes) if member != index]
+            count = sum(min(extent if crosswise and size else size, pieces) for size in others)
+            assert sum(each[1] == index for each in received) == count
+        assert sorted(sent) == sorted(received)
 
 
 def test_the_seconds_are_those_of_a_pipeline_of_pieces():

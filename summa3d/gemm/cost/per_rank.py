@@ -24,7 +24,7 @@ from ..algorithms.panels import divided, panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from ..pieces.schedule import pieces_of, schedule_of
+from ..pieces.schedule import is_crosswise, pieces_of, schedule_of
 from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
@@ -86,8 +86,9 @@ def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditio
         if operand == "c":
             memory -= conditions.wide * step.workspace // grid_shape[axis]
         else:
-            memory += step.workspace * (plan.a_fine if operand == "a" else plan.b_fine)
-            adds = adds or (plan.fine_dims[operand] == "k" and step.messages > 0)
+            across, split = is_crosswise(plan, operand, grid_shape), plan.fine_dims[operand]
+            memory += step.workspace * (across or plan.a_fine if operand == "a" else across or plan.b_fine)
+            adds = adds or ((across or split == "k") and step.messages > 0)
     m, n, _ = plan.local_extents(grid_shape, at)
     return Cost(0, 0, memory + m * n * (adds and conditions.scratch))
 

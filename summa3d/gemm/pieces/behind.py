@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 from ...comm.axis import Axis
 from ...comm.device.arrays import Array, contiguous, copy_into, empty
 from ...comm.grid import BaseGrid
 from ...comm.pending import Pending
-from .schedule import DimRange, rounds
+from .schedule import BlockPart, rounds
 
 TAG = 1 << 16
 """Of messages behind: those that are waited for have smaller ones."""
@@ -26,12 +25,12 @@ class GatheredBehind(Pending):
         self, queue: BehindQueue, axis: Axis, block: Array, whole: tuple[int, int], dim: int, sizes: Sequence[int], pieces: int
     ) -> None:
         self._queue, self._axis, self._block, self._dim = queue, axis, block, dim
-        self._rounds = rounds(sizes, axis.index, pieces)
+        self._rounds = rounds(sizes, axis.index, pieces, whole[1 - dim])
         self._posted, self._sends = 0, list[Pending]()
         self._coming: tuple[Array, Pending] | None = None
         self._result = empty(whole, block)
-        start = sum(sizes[: axis.index])
-        copy_into(self._result[self._at((start, start + sizes[axis.index]))], block)
+        own = BlockPart((0, sizes[axis.index]), (0, whole[1 - dim])).moved(sum(sizes[: axis.index]))
+        copy_into(self._result[own.slices(dim)], block)
 
     @property
     def done(self) -> bool:
@@ -71,14 +70,11 @@ class GatheredBehind(Pending):
             source, receive, to, send = self._rounds[self._posted]
             self._posted += 1
             if receive is not None:
-                target = self._result[self._at(receive)]
+                target = self._result[receive.slices(self._dim)]
                 landing = target if self._dim == 0 else empty(tuple(target.shape), target)
                 self._coming = target, self._axis.start_receive(landing, source, TAG)
             if send is not None:
-                self._sends.append(self._axis.start_send(contiguous(self._block[self._at(send)]), to, TAG))
-
-    def _at(self, part: DimRange) -> Any:
-        return slice(*part) if self._dim == 0 else (slice(None), slice(*part))
+                self._sends.append(self._axis.start_send(contiguous(self._block[send.slices(self._dim)]), to, TAG))
 
 
 class BehindQueue:

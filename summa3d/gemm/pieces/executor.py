@@ -16,7 +16,7 @@ from ...layout.layout import Coordinates
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
 from .behind import BehindQueue
-from .schedule import DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs, within
+from .schedule import BlockPart, DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs, within
 from .slabs import cut_dims
 
 WINDOW = 2
@@ -27,8 +27,8 @@ WINDOW = 2
 class PiecedOperand:
     """An operand on its way along `axis` in rounds, of which there are none where it is here as a whole.
 
-    dim : the dim of the stored block along which it is put together. whole : the gathered shape. own : the range that is here at
-        first. array : the gathered block. operand : that, as it is multiplied
+    dim : the dim of the stored block that the axis splits. whole : the gathered shape. own : the range that is here at first.
+        array : the gathered block. operand : that, as it is multiplied
     """
 
     workspace: Workspace
@@ -48,18 +48,19 @@ class PiecedOperand:
         wide = is_half(block) and not is_on_device(block)
         like = accumulation_like(block)
         self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, like) if wide else self.array
-        self.workspace.copy(self.array[self._at(self.own)], block)
-        self._widen(self.own)
+        own = BlockPart(self.own, (0, self.whole[1 - self.dim]))
+        self.workspace.copy(self.array[own.slices(self.dim)], block)
+        self._widen(own)
 
     def post(self, number: int) -> tuple[Pending | None, Pending | None]:
-        """Start a round; returns its receive and its send. A range of columns travels through memory where they are adjacent."""
+        """Start a round; returns its receive and its send. Parts of rows travel through memory where each is adjacent."""
         source, receive, target, send = self.rounds[number]
         coming = None if receive is None else self.axis.start_receive(self._landing(receive), source)
         if send is None:
             return coming, None
-        part = self.block[self._at(send)]
-        if self.dim == 1:
-            part = self.workspace.copy(self._adjacent((self.own[0] + send[0], self.own[0] + send[1])), part)
+        part = self.block[send.slices(self.dim)]
+        if not self._in_rows(send):
+            part = self.workspace.copy(self._adjacent(send.moved(self.own[0])), part)
         return coming, self.axis.start_send(part, target)
 
     def arrived(self, number: int) -> None:
@@ -67,26 +68,30 @@ class PiecedOperand:
         receive = self.rounds[number].receive
         if receive is None:
             return
-        if self.dim == 1:
-            self.workspace.copy(self.array[self._at(receive)], self._landing(receive))
+        if not self._in_rows(receive):
+            self.workspace.copy(self.array[receive.slices(self.dim)], self._landing(receive))
         self._widen(receive)
 
-    def _at(self, part: DimRange) -> Any:
-        return slice(*part) if self.dim == 0 else (slice(None), slice(*part))
+    def _in_rows(self, part: BlockPart) -> bool:
+        """Return whether a part has whole rows."""
+        return self.dim == 0 and part.across == (0, self.whole[1])
 
-    def _landing(self, part: DimRange) -> Array:
-        """Buffer in which a range of the gathered block is received."""
-        return self.array[self._at(part)] if self.dim == 0 else self._adjacent(part)
+    def _landing(self, part: BlockPart) -> Array:
+        """Buffer in which a part of the gathered block is received."""
+        return self.array[part.slices(0)] if self._in_rows(part) else self._adjacent(part)
 
-    def _adjacent(self, part: DimRange) -> Array:
-        """Memory of a range of columns, adjacent."""
-        rows = self.whole[0]
-        flat = self.workspace.buffer(f"columns {self.name}", (rows * self.whole[1],), self.array)
-        return flat[rows * part[0] : rows * part[1]].reshape((rows, part[1] - part[0]))
+    def _adjacent(self, part: BlockPart) -> Array:
+        """Memory of a part, adjacent: of rows of the gathered block, in which parts of the same rows follow each other."""
+        rows, columns = part.slices(self.dim)
+        flat = self.workspace.buffer(f"columns {self.name}", (prod(self.whole),), self.array)
+        height = rows.stop - rows.start
+        start = rows.start * self.whole[1] + height * columns.start
+        return flat[start : start + part.words].reshape((height, columns.stop - columns.start))
 
-    def _widen(self, part: DimRange) -> None:
+    def _widen(self, part: BlockPart) -> None:
         if self.operand is not self.array:
-            self.workspace.copy(self.operand[self._at(part)], self.array[self._at(part)])
+            at = part.slices(self.dim)
+            self.workspace.copy(self.operand[at], self.array[at])
 
 
 class Rounds:

@@ -31,25 +31,55 @@ def pieces_of(extent: int, pieces: int) -> list[DimRange]:
     return [split_range(0, extent, count, number) for number in range(count)]
 
 
-class Round(NamedTuple):
-    """One exchange of an all-gather: the range of the whole that comes from `source`, and that of the own block for `target`.
+class BlockPart(NamedTuple):
+    """A part of a block: its ranges along the dim that an axis splits, and across it."""
 
-    An empty block is no message: its range is None.
+    along: DimRange
+    across: DimRange
+
+    @property
+    def words(self) -> int:
+        """Its elements."""
+        return prod(high - low for low, high in self)
+
+    def moved(self, start: int) -> BlockPart:
+        """The same of an array in which the block begins at `start` of the split dim."""
+        return BlockPart((start + self.along[0], start + self.along[1]), self.across)
+
+    def slices(self, dim: int) -> tuple[slice, slice]:
+        """The part as rows and columns, where the split dim is `dim`."""
+        along, across = slice(*self.along), slice(*self.across)
+        return (along, across) if dim == 0 else (across, along)
+
+
+class Round(NamedTuple):
+    """One exchange of an all-gather: the part of the whole that comes from `source`, and that of the own block for `target`.
+
+    An empty block is no message: its part is None.
     """
 
     source: int
-    receive: DimRange | None
+    receive: BlockPart | None
     target: int
-    send: DimRange | None
+    send: BlockPart | None
 
 
-def rounds(sizes: Sequence[int], index: int, pieces: int) -> list[Round]:
-    """The exchanges of member `index`, whose members' blocks have `sizes`: the nearest first, so that no two share a port."""
+def rounds(sizes: Sequence[int], index: int, pieces: int, extent: int, crosswise: bool = False) -> list[Round]:
+    """The exchanges of member `index`, whose members' blocks have `sizes`: the nearest first, so that no two share a port.
+
+    extent : of the other dim, along which pieces are cut where they are `crosswise`
+    """
+
+    def parts(size: int) -> list[BlockPart]:
+        if crosswise:
+            return [BlockPart((0, size), piece) for piece in pieces_of(extent, pieces)] if size else []
+        return [BlockPart(piece, (0, extent)) for piece in pieces_of(size, pieces)]
+
     starts, result = [0, *accumulate(sizes)], []
     for step in range(1, len(sizes)):
         source, target = (index + step) % len(sizes), (index - step) % len(sizes)
-        coming = [(starts[source] + low, starts[source] + high) for low, high in pieces_of(sizes[source], pieces)]
-        leaving = pieces_of(sizes[index], pieces)
+        coming = [part.moved(starts[source]) for part in parts(sizes[source])]
+        leaving = parts(sizes[index])
         for number in range(max(len(coming), len(leaving))):
             receive, send = (each[number : number + 1] for each in (coming, leaving))
             result.append(Round(source, receive[0] if receive else None, target, send[0] if send else None))
@@ -88,7 +118,7 @@ class PiecedSchedule(NamedTuple):
     """What a rank does: rounds of A, then of B; its products; and the cells of C, none where C is summed as a whole or stays.
 
     extents : of m, n, k in the gathered blocks. cut : the operands, of a, b and c, that move in pieces. own : the ranges of A's
-    and B's cut dims that are here at first
+    and B's split dims that are here at first
     """
 
     extents: Mapping[str, int]
@@ -112,7 +142,7 @@ def schedule_of(plan: Any, grid_shape: Mapping[str, int], at: Coordinates, stage
     elements does not move
     """
     extents = dict(zip("mnk", plan.local_extents(grid_shape, at), strict=True))
-    dims, letters = {"a": plan.a_names, "b": plan.b_names, "c": "mn"}, plan.fine_dims
+    dims, letters = names_of(plan), plan.fine_dims
     members = {
         operand: (grid_shape[axis], at[axis])
         for operand, axis in (("a", plan.y), ("b", plan.x), ("c", plan.z))
@@ -122,28 +152,72 @@ def schedule_of(plan: Any, grid_shape: Mapping[str, int], at: Coordinates, stage
     moving: dict[str, Sequence[Round]] = {"a": (), "b": ()}
     own = {operand: (0, extents[letters[operand]]) for operand in "ab"}
     for operand in sizes.keys() & own.keys():
-        index = members[operand][1]
+        index, across = members[operand][1], dims[operand].replace(letters[operand], "")
         start = sum(sizes[operand][:index])
-        moving[operand] = rounds(sizes[operand], index, plan.pieces)
+        moving[operand] = rounds(sizes[operand], index, plan.pieces, extents[across], is_crosswise(plan, operand, grid_shape))
         own[operand] = start, start + sizes[operand][index]
     left = cells(sizes["c"], members["c"][1], plan.pieces) if "c" in members else ()
-    return PiecedSchedule(extents, members.keys(), moving, own, _steps(extents, letters, moving, own), left)
+    return PiecedSchedule(extents, members.keys(), moving, own, _steps(extents, dims, letters, moving, own), left)
+
+
+def names_of(plan: Any) -> dict[str, str]:
+    """The dims of the stored blocks of a, b and c."""
+    return {"a": plan.a_names, "b": plan.b_names, "c": "mn"}
+
+
+def is_crosswise(plan: Any, operand: str, grid_shape: Mapping[str, int]) -> bool:
+    """Return whether A's or B's blocks are cut across the dim that their axis splits, where products then pass fewer elements.
+
+    Pieces along a split k all pass C, and those along a split m (n) all of B (A): each is read and written, or laid anew for the
+    BLAS. Cut across, with an own block as wide as before, they pass it in parts; but columns travel through memory at both ends.
+    By the mean of all ranks, which agree.
+    """
+    axes = {"m": plan.x, "n": plan.y, "k": plan.z}
+    extents = {letter: getattr(plan, letter) / grid_shape[axis] for letter, axis in axes.items()}
+    split = plan.fine_dims[operand]
+    other = names_of(plan)[operand].replace(split, "")
+    extents[split] /= grid_shape[plan.y if operand == "a" else plan.x]
+
+    def passed(cut: str) -> float:
+        m, n, k = ({**extents, cut: max(1.0, extents[cut] / plan.pieces)}[letter] for letter in "mnk")
+        return 2 * plan.pieces * (m * k + k * n + m * n)
+
+    return passed(other) + 4 * extents[split] * extents[other] < passed(split)
 
 
 def _steps(
-    extents: Mapping[str, int], letters: Mapping[str, str], moving: Mapping[str, Sequence[Round]], own: Mapping[str, DimRange]
+    extents: Mapping[str, int],
+    dims: Mapping[str, str],
+    letters: Mapping[str, str],
+    moving: Mapping[str, Sequence[Round]],
+    own: Mapping[str, DimRange],
 ) -> list[Step]:
     """The products in order: as A arrives, with the B that is here, then with all of A as B arrives."""
     whole, a, b = {letter: (0, extent) for letter, extent in extents.items()}, letters["a"], letters["b"]
-    here, result = {**whole, b: own["b"]}, []
-    for needs, part in enumerate([own["a"], *(entry.receive for entry in moving["a"])]):
-        if part is not None:
-            low = max(part[0], here[a][0])
-            result.append(Step(needs, {**here, a: (low, max(low, min(part[1], here[a][1])))}, a != "k" or needs == 0))
+    other = {operand: dims[operand].replace(letters[operand], "") for operand in "ab"}
+    here = {**whole, b: own["b"]}
+    result = [Step(0, {**here, a: _shared(own["a"], here[a])}, True)]
+    for needs, item in enumerate(moving["a"], 1):
+        if item.receive is not None:
+            ranges = {**here, a: _shared(item.receive.along, here[a])}
+            ranges[other["a"]] = _shared(item.receive.across, ranges[other["a"]])
+            result.append(Step(needs, ranges, _is_first(item.receive, a, other["a"])))
     for needs, item in enumerate(moving["b"], len(moving["a"]) + 1):
         if item.receive is not None:
-            result.append(Step(needs, {**whole, b: item.receive}, b == "n"))
+            ranges = {**whole, b: item.receive.along, other["b"]: item.receive.across}
+            result.append(Step(needs, ranges, _is_first(item.receive, b, other["b"])))
     return result
+
+
+def _is_first(part: BlockPart, split: str, other: str) -> bool:
+    """Return whether nothing is in the part of C before what an operand's part, of the dims `split` and `other`, gives to it."""
+    return split != "k" and (other != "k" or part.across[0] == 0)
+
+
+def _shared(part: DimRange, other: DimRange) -> DimRange:
+    """The range that two share, empty where they share nothing."""
+    low = max(part[0], other[0])
+    return low, max(low, min(part[1], other[1]))
 
 
 def shared(ranges: DimRanges, other: DimRanges) -> DimRanges | None:

@@ -127,11 +127,9 @@ def seconds_of_cuboid(
     order = schedule_of(plan, grid_shape, at, staged)
     extents = order.extents
     work, port, arrived = prod(extents.values()), 0.0, [0.0]
-    for operand, names in (("a", "mk"), ("b", "kn")):
-        rest = prod(extents[letter] for letter in names if letter != plan.fine_dims[operand])
+    for operand in "ab":
         for item in order.rounds[operand]:
-            widest = max(stop - start for start, stop in (item.receive or (0, 0), item.send or (0, 0)))
-            port += transfer(widest * rest)
+            port += transfer(max(part.words for part in (item.receive, item.send) if part is not None))
             arrived.append(port)
     fine = plan.fine_dims["c"]
     whole = {letter: (0, extents[letter]) for letter in "mn"}
