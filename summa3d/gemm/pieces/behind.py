@@ -9,7 +9,7 @@ from ...comm.axis import Axis
 from ...comm.device.arrays import Array, contiguous, copy_into, empty
 from ...comm.grid import BaseGrid
 from ...comm.pending import Pending
-from .schedule import BlockPart, rounds
+from .schedule import OperandPart, rounds
 
 TAG = 1 << 16
 """Of messages behind: those that are waited for have smaller ones."""
@@ -29,7 +29,7 @@ class GatheredBehind(Pending):
         self._posted, self._sends = 0, list[Pending]()
         self._coming: tuple[Array, Pending] | None = None
         self._result = empty(whole, block)
-        own = BlockPart((0, sizes[axis.index]), (0, whole[1 - dim])).moved(sum(sizes[: axis.index]))
+        own = OperandPart((0, sizes[axis.index]), (0, whole[1 - dim])).moved(sum(sizes[: axis.index]))
         copy_into(self._result[own.slices(dim)], block)
 
     @property

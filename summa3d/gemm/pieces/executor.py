@@ -16,7 +16,7 @@ from ...layout.layout import Coordinates
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
 from .behind import BehindQueue
-from .schedule import BlockPart, DimRange, DimRanges, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs, within
+from .schedule import DimRange, DimRanges, OperandPart, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs, within
 from .slabs import cut_dims
 
 WINDOW = 2
@@ -48,7 +48,7 @@ class PiecedOperand:
         wide = is_half(block) and not is_on_device(block)
         like = accumulation_like(block)
         self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, like) if wide else self.array
-        own = BlockPart(self.own, (0, self.whole[1 - self.dim]))
+        own = OperandPart(self.own, (0, self.whole[1 - self.dim]))
         self.workspace.copy(self.array[own.slices(self.dim)], block)
         self._widen(own)
 
@@ -72,15 +72,15 @@ class PiecedOperand:
             self.workspace.copy(self.array[receive.slices(self.dim)], self._landing(receive))
         self._widen(receive)
 
-    def _in_rows(self, part: BlockPart) -> bool:
+    def _in_rows(self, part: OperandPart) -> bool:
         """Return whether a part has whole rows."""
         return self.dim == 0 and part.across == (0, self.whole[1])
 
-    def _landing(self, part: BlockPart) -> Array:
+    def _landing(self, part: OperandPart) -> Array:
         """Buffer in which a part of the gathered block is received."""
         return self.array[part.slices(0)] if self._in_rows(part) else self._adjacent(part)
 
-    def _adjacent(self, part: BlockPart) -> Array:
+    def _adjacent(self, part: OperandPart) -> Array:
         """Memory of a part, adjacent: of rows of the gathered block, in which parts of the same rows follow each other."""
         rows, columns = part.slices(self.dim)
         flat = self.workspace.buffer(f"columns {self.name}", (prod(self.whole),), self.array)
@@ -88,7 +88,7 @@ class PiecedOperand:
         start = rows.start * self.whole[1] + height * columns.start
         return flat[start : start + part.words].reshape((height, columns.stop - columns.start))
 
-    def _widen(self, part: BlockPart) -> None:
+    def _widen(self, part: OperandPart) -> None:
         if self.operand is not self.array:
             at = part.slices(self.dim)
             self.workspace.copy(self.operand[at], self.array[at])

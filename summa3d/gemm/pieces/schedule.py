@@ -31,7 +31,7 @@ def pieces_of(extent: int, pieces: int) -> list[DimRange]:
     return [split_range(0, extent, count, number) for number in range(count)]
 
 
-class BlockPart(NamedTuple):
+class OperandPart(NamedTuple):
     """A part of a block: its ranges along the dim that an axis splits, and across it."""
 
     along: DimRange
@@ -42,9 +42,9 @@ class BlockPart(NamedTuple):
         """Its elements."""
         return prod(high - low for low, high in self)
 
-    def moved(self, start: int) -> BlockPart:
+    def moved(self, start: int) -> OperandPart:
         """The same of an array in which the block begins at `start` of the split dim."""
-        return BlockPart((start + self.along[0], start + self.along[1]), self.across)
+        return OperandPart((start + self.along[0], start + self.along[1]), self.across)
 
     def slices(self, dim: int) -> tuple[slice, slice]:
         """The part as rows and columns, where the split dim is `dim`."""
@@ -59,9 +59,9 @@ class Round(NamedTuple):
     """
 
     source: int
-    receive: BlockPart | None
+    receive: OperandPart | None
     target: int
-    send: BlockPart | None
+    send: OperandPart | None
 
 
 def rounds(sizes: Sequence[int], index: int, pieces: int, extent: int, crosswise: bool = False) -> list[Round]:
@@ -70,10 +70,10 @@ def rounds(sizes: Sequence[int], index: int, pieces: int, extent: int, crosswise
     extent : of the other dim, along which pieces are cut where they are `crosswise`
     """
 
-    def parts(size: int) -> list[BlockPart]:
+    def parts(size: int) -> list[OperandPart]:
         if crosswise:
-            return [BlockPart((0, size), piece) for piece in pieces_of(extent, pieces)] if size else []
-        return [BlockPart(piece, (0, extent)) for piece in pieces_of(size, pieces)]
+            return [OperandPart((0, size), piece) for piece in pieces_of(extent, pieces)] if size else []
+        return [OperandPart(piece, (0, extent)) for piece in pieces_of(size, pieces)]
 
     starts, result = [0, *accumulate(sizes)], []
     for step in range(1, len(sizes)):
@@ -209,7 +209,7 @@ def _steps(
     return result
 
 
-def _is_first(part: BlockPart, split: str, other: str) -> bool:
+def _is_first(part: OperandPart, split: str, other: str) -> bool:
     """Return whether nothing is in the part of C before what an operand's part, of the dims `split` and `other`, gives to it."""
     return split != "k" and (other != "k" or part.across[0] == 0)
 
