@@ -11,7 +11,7 @@ from summa3d.plan.programs.rows import MeasuredStep, read
 from summa3d.plan.programs.step import step
 
 ROWS = Path(__file__).parent / "rows"
-FILES = ("nemo", "mosaicml", "published", "dgxc", "others", "bridge", "blackwell", "torchtitan", "nanotron")
+FILES = ("nemo", "mosaicml", "published", "dgxc", "others", "bridge", "blackwell", "torchtitan", "nanotron", "experts")
 WITHIN = 0.9
 """Of the rows, how many lie inside the band that they make."""
 LEAST = 0.05
@@ -45,18 +45,24 @@ def rows_of(name: str) -> list[MeasuredStep]:
 def as_toml(rows: Sequence[MeasuredStep]) -> Iterator[str]:
     """The lines of the bands: pooled over machines that were left out, and of each program on a device with rows enough."""
     left_out: dict[tuple[str, str], list[float]] = {}
+    of_experts: dict[tuple[str, str], list[float]] = {}
     groups: dict[str, dict[str, list[float]]] = {}
     for row in rows:
-        if not row.source.startswith(NOT_LEFT_OUT):
+        error = off(row)
+        groups.setdefault(row.kind, {}).setdefault(row.device, []).append(error)
+        if row.given.get("experts"):
+            of_experts.setdefault((row.kind, row.device), []).append(error)
+        elif not row.source.startswith(NOT_LEFT_OUT):
             left_out.setdefault((row.program, row.device), []).append(off(row, left_out=True))
-        groups.setdefault(row.program, {}).setdefault(row.device, []).append(off(row))
     yield "# Half-widths of bands of predicted seconds, made by `python -m papers bands`: nine in ten rows lie inside."
     yield f"# pooled: of {len(left_out)} programs on machines whose own rows were left out, each of which counts as much."
     yield f"pooled = {half_width(*left_out.values())}"
-    for program, devices in groups.items():
+    yield "# experts: of all rows of models with experts, to which nothing is fitted."
+    yield f"experts = {half_width(*of_experts.values())}"
+    for kind, devices in groups.items():
         enough = {device: errors for device, errors in devices.items() if len(errors) >= FEWEST}
         if enough:
-            yield f"\n[validated.{program}]"
+            yield f"\n[validated.{kind if ',' not in kind else chr(34) + kind + chr(34)}]"
             yield from (f'"{device}" = {half_width(errors)}  # {len(errors)} rows' for device, errors in enough.items())
 
 

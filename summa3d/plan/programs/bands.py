@@ -18,13 +18,19 @@ def bands() -> dict[str, Any]:
     return read_toml(FILE)
 
 
-def band_of(program: str, device: str) -> tuple[float, bool]:
-    """The half-width of the band, a part of the predicted seconds, and whether it is of rows of this program on this device.
+def kind_of(program: str, experts: object) -> str:
+    """What has a band of its own: a program, with models without experts or with them."""
+    return f"{program}, experts" if experts else program
 
-    Where there are none, it is the pooled band of machines whose own rows were left out.
+
+def band_of(kind: str, device: str) -> tuple[float, bool]:
+    """The half-width of the band, a part of the predicted seconds, and whether it is of rows of this kind on this device.
+
+    Where there are none, it is the pooled band of machines whose own rows were left out, with experts that of all their rows.
     """
-    own = bands()["validated"].get(program, {})
-    return (float(own[device]), True) if device in own else (float(bands()["pooled"]), False)
+    own = bands()["validated"].get(kind, {})
+    pooled = bands()["experts" if kind == kind_of(kind.partition(",")[0], True) else "pooled"]
+    return (float(own[device]), True) if device in own else (float(pooled), False)
 
 
 def own_band(cluster: Cluster) -> tuple[float, bool]:

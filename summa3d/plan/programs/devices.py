@@ -44,7 +44,7 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
     """The cluster of a GPU, so many in a node, with the libraries of 2022 and later, or those before.
 
     network : a node's ports and their rate, such as "8x400Gb/s", or its whole rate; without one, that of the cluster which
-    describes the GPU. Raises ClusterError for an unknown GPU.
+    describes the GPU; where links join several nodes, of each of them. Raises ClusterError for an unknown GPU.
     """
     device = device_of(gpu)
     about = devices()[device]
@@ -58,10 +58,22 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
         values |= {f"{inner.name}.size": float(node), "network.ports": float(node)}
     ports, rate = ports_of(network or "")
     if rate:
-        many = ports or max(1, min(node or inner.size, round(rate / 50e9)))
+        racked = inner.size // node if node in [level.size for level in cluster.levels[:-2]] else 1
+        many = ports * racked or max(1, min(node or inner.size, round(rate / 50e9)))
         values |= {"network.ports": float(many), "network.bandwidth": PART * rate / (1 if ports else many)}
     known = {key: value for key, value in values.items() if key in cluster.numbers}
     return cluster.replaced(known, "datasheet")
+
+
+def filled(cluster: Cluster, gpus: int) -> Cluster:
+    """The cluster, of whose largest group of links a job uses as many GPUs in each as divide its own: 64 of 72 in a rack."""
+    if len(cluster.levels) < 3:
+        return cluster
+    inner, outer = cluster.levels[-3], cluster.levels[-2]
+    if gpus <= outer.size or gpus % outer.size == 0:
+        return cluster
+    fitting = [size for size in range(inner.size, outer.size, inner.size) if gpus % size == 0]
+    return cluster.replaced({f"{outer.name}.size": float(fitting[-1])}, "assumed") if fitting else cluster
 
 
 def ports_of(network: str) -> tuple[int, float]:

@@ -11,7 +11,7 @@ from ...dry.step import Setting, run
 from ...dtypes import dtype_of
 from .edits import inputs_kept
 from .programs import PROGRAMS
-from .step import block_parameters, in_flight, on_of, owners_of, setting, shards_of, stages_of, widths_of
+from .step import expert_owners_of, in_flight, on_of, owners_of, rank_parameters, setting, shards_of, stages_of, widths_of
 
 RESERVE = 2.5 * 2**30
 """Bytes of a context, of NCCL's buffers and of kernels' workspace."""
@@ -58,10 +58,12 @@ def bytes_of(given: Mapping[str, Any]) -> float:
 
 def _states(given: Mapping[str, Any], layers: int, at_end: bool) -> float:
     """Bytes of weights, sums of gradients, masters and moments of so many layers, and of the table of the first or last stage."""
-    program, block = PROGRAMS[given["profile"]], block_parameters(given) / given["tp"]
-    tables = at_end * (1 if given["pp"] > 1 or given.get("tied") else 2)
-    held = block * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
-    return held / shards_of(given) * (program.kept + 12 / owners_of(given)) + _gathered(given, block, held)
+    program, tables = PROGRAMS[given["profile"]], at_end * (1 if given["pp"] > 1 or given.get("tied") else 2)
+    dense, of_experts = rank_parameters(given)
+    held = dense * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
+    kept = held * (program.kept + 12 / owners_of(given))
+    kept += of_experts * layers * (program.kept + 12 / expert_owners_of(given))
+    return kept / shards_of(given) + _gathered(given, dense + of_experts, held + of_experts * layers)
 
 
 def _leave(given: Mapping[str, Any], parts: Activations, rows: int) -> float:
@@ -131,7 +133,11 @@ def _activations(setting: Setting) -> Activations:
         parts = [segment for segment, _ in run(setting).parts]
         block, enter = (sum(part.net for part in parts if part.cell == cell and not part.backward) for cell in ("0", ENTER))
         joined = sum(
-            op.written for part in parts if part.cell == "0" and not part.backward for op in part.ops if op.name == "cat"
+            op.written
+            for part in parts
+            if part.cell == "0" and not part.backward
+            for op in part.ops
+            if op.name == "cat" and not op.layer.endswith(".moe")
         )
         kept, again = setting.recompute[0] != "full", max(part.top for part in parts if part.cell == "0" and part.backward)
         leave = max((part.top for part in parts if part.cell == LEAVE), default=0)

@@ -37,6 +37,7 @@ SWITCHES = {
     "overlap_gradients": "sums of gradients over replicas run behind the last backward",
     "overlap_parameters": "gathers of updated parameters run behind the next forward",
     "prefetch": "gathers of a layer's weights run behind the layer before",
+    "tokens_once": "a token travels once to each node that has some of its experts",
     "compile": "element-wise operations beside each other are one kernel",
 }
 """Name of a switch → what holds where it is on."""
@@ -45,7 +46,7 @@ CHUNK = 524288.0
 """Bytes that NCCL 2 forwards at once along a chain."""
 CONTENTION = 0.7
 """Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
-MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "compile")}
+MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "tokens_once", "compile")}
 INTERNEVO = {"fused_attention": True, "causal": True, "fused_accumulation": False, "overlap_gradients": True, "compile": False}
 
 

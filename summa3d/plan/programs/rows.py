@@ -14,9 +14,10 @@ from ...comm.topology import divisors
 from ...dtypes import EIGHT_BITS
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
-from .devices import cluster_of, device_of
+from .bands import kind_of
+from .devices import cluster_of, device_of, filled
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
-from .step import FULLY, block_parameters
+from .step import FULLY, block_parameters, widths_of
 
 KEYS = {
     **{"source": str, "program": str, "cluster": str, "gpu": str, "gpus_per_node": int, "network": str, "model": dict},
@@ -24,9 +25,23 @@ KEYS = {
     **{"recompute": str, "switches": dict, "seconds": float, "tokens_s_gpu": float, "memory_gib": float, "note": str},
 }
 NEEDED = ("program", "model", "gpus", "batch", "sequence")
-MODEL = ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocabulary", "sequence", "name", "tied", "tied_head", "top_k")
+EXPERTS = ("experts", "top_k", "head_dim")
+MODEL = (
+    "family",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "ffn",
+    "vocabulary",
+    "sequence",
+    "name",
+    "tied",
+    "tied_head",
+    *EXPERTS,
+)
 SIZES = ("layers", "hidden", "heads", "vocabulary")
-GRID = ("tp", "sp", "pp", "cp", "ep", "fsdp", "dp")
+GRID = ("tp", "sp", "pp", "cp", "ep", "etp", "fsdp", "dp")
 MORE = ("zero", "zero_size", "attention_dropout", "dropout", "scatter")
 """Switches that are not on or off."""
 RECOMPUTE = ("none", "selective", "full")
@@ -64,9 +79,15 @@ class MeasuredStep:
     def flops(self) -> float:
         """Operations of a step that computes nothing again: six a parameter and token, and attention's of causal scores."""
         given = self.given
-        count = given["layers"] * block_parameters(given) + given["vocabulary"] * given["hidden"]
-        scores = 6 * given["layers"] * given["hidden"] * given["sequence"]
+        of_token = {**given, "experts": given["top_k"]} if given.get("experts") else given
+        count = given["layers"] * block_parameters(of_token) + given["vocabulary"] * given["hidden"]
+        scores = 6 * given["layers"] * widths_of(given)["attention"] * given["sequence"]
         return float((6 * count + scores) * given["batch"] * given["sequence"])
+
+    @property
+    def kind(self) -> str:
+        """What has its band: the program, with experts or without."""
+        return kind_of(self.program, self.given.get("experts"))
 
     def utilisation(self, seconds: float) -> float:
         """The part of the peak at which a step of so many seconds computes."""
@@ -111,7 +132,7 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
     if len(times) != 1 or not (isfinite(times[0]) and times[0] > 0):
         yield "it takes seconds or tokens_s_gpu, one number above 0"
     sizes = [("", key) for key in ("gpus", "batch", "sequence", "micro_batch", "chunks", "gpus_per_node")]
-    sizes += [("model", key) for key in (*SIZES, "kv_heads", "ffn")]
+    sizes += [("model", key) for key in (*SIZES, "kv_heads", "ffn", *EXPERTS)]
     sizes += [("grid", key) for key in GRID if key != "sp"]
     for part, key in sizes:
         table = row.get(part) if part else row
@@ -163,9 +184,11 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         "dropout": 0.0,
         "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
     }
-    if model.get("top_k"):
-        given["ffn"] = model["top_k"] * (model.get("ffn") or 4 * model["hidden"])
-        remarks.append(f"experts are priced as a feed-forward of {model['top_k']} times the width")
+    given |= _experts_of(model, row.get("grid") or {}, given, remarks)
+    cluster = filled(cluster, row["gpus"])
+    if given.get("experts"):
+        node = max(level.size for level in cluster.levels)
+        given["expert_nodes"] = -(-given["ep"] * given["etp"] // node) if node else 1
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
     zero = int(switches.get("zero", _zero_of(row.get("grid") or {})))
@@ -191,6 +214,35 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     ]
     memory = float(row.get("memory_gib") or 0) * 2**30
     return MeasuredStep(said, name, str(device), cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+
+
+def _experts_of(
+    model: Mapping[str, Any], grid: Mapping[str, Any], given: Mapping[str, Any], remarks: list[str]
+) -> dict[str, Any]:
+    """What a row says of experts, whose `ffn` is that of one, and of heads wider than hidden ÷ heads.
+
+    Raises ConfigError where the experts, or the ranks of its grid, do not divide so.
+    """
+    experts, chosen, ep = model.get("experts"), model.get("top_k"), grid.get("ep") or 1
+    if not experts:
+        if chosen:
+            remarks.append(f"experts are priced as a feed-forward of {chosen} times the width, without model.experts")
+        if model.get("head_dim") not in (None, model["hidden"] // model["heads"]):
+            remarks.append("model.head_dim is not priced without experts")
+        return {"ffn": chosen * (model.get("ffn") or 4 * model["hidden"])} if chosen else {}
+    etp = grid.get("etp") or given["tp"]
+    if not chosen or chosen > experts:
+        raise ConfigError(f"model.experts is {experts}, and model.top_k {chosen}, to how many a token goes: 1 to {experts}.")
+    if experts % ep or given["tp"] % etp:
+        raise ConfigError(
+            f"grid.ep = {ep} does not divide model.experts = {experts}, or grid.etp = {etp} tp = {given['tp']}. "
+            f"ep: {', '.join(map(str, divisors(experts)))}; etp: {', '.join(map(str, divisors(given['tp'])))}."
+        )
+    ranks = given["gpus"] // given["pp"]
+    if ranks % (ep * etp):
+        raise ConfigError(f"grid.ep·etp = {ep * etp} ranks do not divide the {ranks} of a stage.")
+    result = {"experts": experts, "top_k": chosen, "ep": ep, "etp": etp, "family": "llama"}
+    return result | ({"head_dim": model["head_dim"]} if model.get("head_dim") else {})
 
 
 def _zero_of(grid: Mapping[str, Any]) -> int:
@@ -225,7 +277,7 @@ def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> tuple[Cluster
 def program_name(row: Mapping[str, Any], model: Mapping[str, Any], given: Mapping[str, Any]) -> str:
     """A row in a few words."""
     size = model.get("name") or f"{given['layers']} × {given['hidden']}"
-    axes = " ".join(f"{key} {given[key]}" for key in ("tp", "pp", "cp", "shards", "dp") if given[key] > 1)
+    axes = " ".join(f"{key} {given[key]}" for key in ("tp", "pp", "cp", "shards", "dp", "ep") if given.get(key, 1) > 1)
     where = f"{given['gpus']} {row.get('gpu') or row.get('cluster')}"
     return f"{row['program']}, {size}, {where}, {axes or 'tp 1'}, b {given['micro_batch']}"
 

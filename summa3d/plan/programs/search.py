@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from ...cluster import Cluster
@@ -12,7 +13,7 @@ from ...comm.topology import divisors
 from ...errors import ConfigError, Summa3dError, nearest
 from ...files import toml_value
 from ...nn.config import ModelConfig
-from .bands import band_of
+from .bands import band_of, kind_of
 from .devices import devices
 from .memory import bytes_of
 from .programs import PricedProgram, on_cluster, program_of
@@ -20,7 +21,9 @@ from .step import FULLY, step
 
 SHORT = {"y": "tp", "t": "tp", "grid.y": "tp", "p": "pp", "grid.pp": "pp", "d": "dp", "grid.dp": "dp", "fsdp": "shards"}
 SHORT |= {"b": "micro_batch", "v": "chunks", "pipeline.chunks": "chunks", "replicas.zero": "zero", "grid.cp": "cp"}
-NUMBERS = ("tp", "pp", "cp", "dp", "shards", "chunks", "micro_batch", "zero")
+SHORT |= {"grid.ep": "ep"}
+AXES = ("tp", "pp", "cp", "shards", "dp", "ep")
+NUMBERS = ("tp", "pp", "cp", "dp", "ep", "shards", "chunks", "micro_batch", "zero")
 TEXTS = {"recompute": ("none", "selective", "full"), "scheme": ("oned", "oned-sp")}
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MOST_CHUNKS = 8
@@ -38,7 +41,7 @@ class ProgramPlan:
     memory: float
 
     def __str__(self) -> str:
-        axes = " ".join(f"{key} {self.given[key]}" for key in ("tp", "pp", "cp", "shards", "dp") if self.given[key] > 1)
+        axes = " ".join(f"{key} {self.given[key]}" for key in AXES if self.given[key] > 1)
         chunks = f" · chunks {self.given['chunks']}" if self.given["chunks"] > 1 else ""
         sp = " · sp" if self.given["scheme"] == "oned-sp" else ""
         zero = f" · zero {self.given['zero']}" if self.given["zero"] and self.given["shards"] == 1 else ""
@@ -106,7 +109,7 @@ def search(
     nearest_ones = sorted(result)[: top + SIMULATED]
     best = [ProgramPlan(given, step(given).seconds(cluster), held) for _, _, given, held in nearest_ones]
     best = sorted(best, key=lambda plan: (plan.seconds, str(plan)))[:top]
-    return ProgramPlans(own, cluster, best, considered, len(result), *band_of(own, device), refused)
+    return ProgramPlans(own, cluster, best, considered, len(result), *band_of(kind_of(own, model.num_experts), device), refused)
 
 
 def _fixed(text: str) -> tuple[str, Any]:
@@ -137,6 +140,15 @@ def _plans(
     sizes["tied"] = model.tied
     if model.grouped:
         sizes["kv_heads"] = model.num_kv_heads
+    if model.num_experts:
+        sizes |= {"experts": model.num_experts, "top_k": model.num_chosen, "ffn": model.expert_width, "family": "llama"}
+        sizes["head_dim"] = model.head_size
+        more = {"model.moe.shared": model.shared_width, "model.moe.dense": len(model.dense_layers)}
+        if any(more.values()):
+            named = ", ".join(key for key, value in more.items() if value)
+            raise ConfigError(
+                f"{named}: with --program, all layers are alike and have experts that tokens choose, and no others."
+            )
 
     def of(key: str, values: Sequence[Any]) -> Sequence[Any]:
         return (fixed[key],) if key in fixed else values
@@ -149,7 +161,10 @@ def _plans(
                 for shards in of("shards", [outer] if sharded else [1]) if not left and outer else ():
                     if outer % shards == 0 and outer // shards == fixed.get("dp", outer // shards):
                         grid = {"tp": tp, "pp": pp, "cp": cp, "shards": shards, "dp": outer // shards}
-                        yield from _with_grid(sizes, grid, program, of)
+                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if program.newer else [1]
+                        for ep in of("ep", among if model.num_experts else [1]):
+                            if ep in among or ep == 1:
+                                yield from _with_grid(sizes, {**grid, "ep": ep}, program, of)
 
 
 def _with_grid(sizes: Mapping[str, Any], grid: Mapping[str, int], program: PricedProgram, of: Any) -> Iterator[dict[str, Any]]:

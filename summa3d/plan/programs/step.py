@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
@@ -14,11 +14,12 @@ from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
 from .edits import in_contexts, in_eight_bits
+from .experts import copies_of, grouped, of_other_ranks, own_experts, replicas_among, shape_of
 from .programs import PROGRAMS, edited, edits_of
 
-ORDER = ("y", "cp", "shards", "zero", "dp", "pp")
-"""Ranks of a tensor-parallel group are neighbours, then contexts, shards of weights, replicas over which masters are cut, others,
-stages."""
+ORDER = ("y", "cp", "shards", "ep", "zero", "dp", "pp")
+"""Ranks of a tensor-parallel group are neighbours, then contexts, shards of weights, replicas that share out experts, replicas
+over which masters are cut, others, stages."""
 OPTIMIZER_BYTES = 46
 """Bytes of memory that a step passes for each parameter: 16-bit gradient to float32 (2 + 4), unscaled (4 + 4), its norm (4), Adam
 (16 read, 12 written)."""
@@ -36,12 +37,12 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     blocks' products run in 8 bits. scatter : whether messages of the pipeline travel in parts.
     """
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
-    cut = neighbours_of(given)
+    cut, among = neighbours_of(given), replicas_among(given)
     contexts, shards = given.get("cp", 1), given.get("shards", 1)
     on = on_of(given)
     stages = stages_of(given)
     ends = given["vocabulary"] * given["hidden"] // tp
-    held = block_parameters(given) * max(stages) * chunks // tp + ends
+    held = rank_parameters(given, max(stages) * chunks)
     words = given["micro_batch"] * given["sequence"] * given["hidden"] // contexts
     of_cells, behind = _cells(given, on), dict[tuple[str, bool], OpTrace]()
     if on.get("overlap_tp") and tp > 1:
@@ -50,11 +51,22 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
         hidden = tuple(op for op in ops if on.get("prefetch", True) or op.axis == "cp")
         behind |= {(name, backward): (*behind.get((name, backward), ()), *hidden)} if hidden else {}
         of_cells[name] = _with(of_cells[name], backward, tuple(op for op in ops if op not in hidden))
-    late, early, after = _after(held, given, on)
+    late, early, after = _after((held[0] + ends, held[1]), given, on)
     messages = () if pp == 1 or (on.get("overlap_p2p") and chunks > 1) else _messages(words, tp, given.get("scatter", True))
     return PredictedStep(
         of_cells,
-        Topology.checked({"y": tp, "cp": contexts, "shards": shards, "zero": cut, "dp": dp // cut, "pp": pp}, ORDER),
+        Topology.checked(
+            {
+                "y": tp,
+                "cp": contexts,
+                "shards": shards,
+                "ep": among,
+                "zero": max(1, cut // among),
+                "dp": dp // max(cut, among),
+                "pp": pp,
+            },
+            ORDER,
+        ),
         "interleaved" if chunks > 1 else "1f1b",
         stages,
         max(1, -(-given["batch"] // (dp * shards * given["micro_batch"]))),
@@ -78,14 +90,28 @@ def _cells(given: Mapping[str, Any], on: Mapping[str, bool]) -> dict[str, Cell]:
     """The cells as the program runs them."""
     edits = edits_of(PROGRAMS[given["profile"]], on, given.get("recompute", "full"))
     edits += (in_contexts(given.get("cp", 1)),) * (given.get("cp", 1) > 1)
-    result = {name: edited(cell, edits) for name, cell in cells(setting(given)).items()}
+    of_setting = cells(setting(given))
+    if given.get("experts"):
+        _, _, etp = shape_of(given)
+        if etp < given["tp"]:  # a rank's own rows of its micro-batches, for experts that fewer ranks split
+            rows = given["sequence"] * etp // given["tp"]
+            of_experts = cells(setting({**given, "tp": etp, "sequence": rows}))[BLOCK]
+            of_setting = of_setting | {BLOCK: of_other_ranks(of_experts)(of_setting[BLOCK])}
+        of_setting = of_setting | {BLOCK: grouped(given)(of_setting[BLOCK])}
+    result = {name: edited(cell, edits) for name, cell in of_setting.items()}
     return result | {BLOCK: in_eight_bits(result[BLOCK])} if given.get("eight_bits") else result
 
 
 def setting(given: Mapping[str, Any]) -> Setting:
     """The cells of a row: one micro-batch, of one context, on a stage's tensor-parallel ranks."""
     tp, dropout = given["tp"], given.get("dropout", 0.1)
-    kv_heads = given.get("kv_heads")
+    kv_heads, experts = given.get("kv_heads"), {}
+    if given.get("experts"):
+        experts = {
+            **dict.fromkeys(("experts", "experts_per_token"), given["top_k"]),
+            "family": "mixtral",
+            **({"head_dim": given["head_dim"]} if "head_dim" in given else {}),
+        }
     model = ModelConfig(
         layers=1,
         hidden=given["hidden"],
@@ -94,7 +120,7 @@ def setting(given: Mapping[str, Any]) -> Setting:
         vocabulary=-(-given["vocabulary"] // tp) * tp,
         dropout=dropout,
         attention_dropout=given.get("attention_dropout", dropout),
-        **{key: given[key] for key in ("family", "ffn") if key in given},
+        **({key: given[key] for key in ("family", "ffn") if key in given} | experts),
         **({"kv_heads": max(kv_heads, tp)} if kv_heads else {}),
     )
     recompute = given.get("recompute", "full")
@@ -105,17 +131,43 @@ def setting(given: Mapping[str, Any]) -> Setting:
 
 
 def widths_of(given: Mapping[str, Any]) -> dict[str, int]:
-    """Columns of what a block's products give: Llama's with its heads of k and v and its gated feed-forward, or GPT's."""
-    hidden, ffn = int(given["hidden"]), int(given.get("ffn") or 4 * given["hidden"])
-    keys = hidden * (given.get("kv_heads") or given["heads"]) // given["heads"]
+    """Columns of what a block's products give for a token: Llama's with its heads of k and v and its gate, or GPT's.
+
+    Of a layer of experts, those of all that the token goes to.
+    """
+    hidden, heads = int(given["hidden"]), int(given["heads"])
+    ffn = int(given.get("ffn") or 4 * hidden) * int(given.get("top_k") or 1 if given.get("experts") else 1)
+    q = heads * head_of(given)
+    keys = q * (given.get("kv_heads") or heads) // heads
     gate = ffn if given.get("family") == "llama" else 0
-    return {"q": hidden, "k": keys, "v": keys, "attention": hidden, "out": hidden, "gate": gate, "up": ffn, "down": hidden}
+    return {"q": q, "k": keys, "v": keys, "attention": q, "out": hidden, "gate": gate, "up": ffn, "down": hidden}
+
+
+def head_of(given: Mapping[str, Any]) -> int:
+    """Elements of a head."""
+    return int(given.get("head_dim") or given["hidden"] // given["heads"])
+
+
+def parts_of(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Parameters of a block: those that all tokens meet, and those of all experts."""
+    widths, hidden, experts = widths_of(given), int(given["hidden"]), int(given.get("experts") or 0)
+    attention = hidden * (widths["q"] + widths["k"] + widths["v"]) + widths["attention"] * hidden
+    if experts:
+        return attention + experts * hidden, 3 * experts * hidden * int(given["ffn"])
+    return attention + hidden * (widths["gate"] + 2 * widths["up"]), 0
 
 
 def block_parameters(given: Mapping[str, Any]) -> int:
-    """Parameters of a block: all its products but down take columns of the residual stream."""
-    widths = widths_of(given)
-    return int(given["hidden"]) * (sum(widths[name] for name in ("q", "k", "v", "out", "gate", "up")) + widths["up"])
+    """Parameters of a block, with all of its experts."""
+    return sum(parts_of(given))
+
+
+def rank_parameters(given: Mapping[str, Any], layers: int = 1) -> tuple[int, int]:
+    """Parameters of so many blocks on a rank: those that all tokens meet, and those of its own experts."""
+    dense, of_experts = parts_of(given)
+    experts, _, etp = shape_of(given)
+    own = of_experts // experts * own_experts(given) * layers // etp if experts else 0
+    return dense * layers // int(given["tp"]), own
 
 
 def stages_of(given: Mapping[str, Any]) -> tuple[int, ...]:
@@ -180,11 +232,11 @@ def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dic
     result: dict[tuple[str, bool], tuple[Op, ...]] = {}
     if contexts > 1:
         heads = max(given.get("kv_heads") or given["heads"], tp) // tp
-        keys = 2 * given["micro_batch"] * given["sequence"] // contexts * heads * (given["hidden"] // given["heads"])
+        keys = 2 * given["micro_batch"] * given["sequence"] // contexts * heads * head_of(given)
         ring = [move("all_gather", "cp", times * keys * (contexts - 1), HALF) for times in (1, 3)]  # gradients in 32 bits
         result |= {(BLOCK, backward): (ring[backward],) for backward in (False, True)}
     if shards_of(given) > 1 and given["pp"] == 1:
-        for name, many in ((BLOCK, block_parameters(given) // tp), (ENTER, ends), (LEAVE, ends)):
+        for name, many in ((BLOCK, sum(rank_parameters(given))), (ENTER, ends), (LEAVE, ends)):
             gather, total = _whole(many, given)
             result[name, False] = (*result.get((name, False), ()), gather)
             result[name, True] = (*result.get((name, True), ()), gather, total)
@@ -216,29 +268,64 @@ def owners_of(given: Mapping[str, Any]) -> int:
     return neighbours_of(given) * given.get("cp", 1) if whole else 1
 
 
-def _after(held: int, given: Mapping[str, Any], on: Mapping[str, bool]) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
+class Copies(NamedTuple):
+    """Replicas of weights: how many, over how many of them masters and moments are cut, and the planes of both."""
+
+    number: int
+    owners: int
+    sums: str
+    whole: str
+
+
+def _copies(given: Mapping[str, Any]) -> tuple[Copies, Copies]:
+    """The replicas of weights that all tokens meet, which cp makes too, and of experts, along what ep leaves of them."""
+    contexts = 1 if shards_of(given) > 1 else given.get("cp", 1)
+    names = ("cp",) * (contexts > 1) + ("ep",) * (replicas_among(given) > 1)
+    owners, of_experts = owners_of(given), copies_of({**given, "cp": contexts})
+    whole = Copies(given["dp"] * contexts, owners, "·".join((*names, "zero", "dp")), "·".join((*names, "zero")))
+    return whole, Copies(of_experts, expert_owners_of(given), "zero·dp", "zero")
+
+
+def expert_owners_of(given: Mapping[str, Any]) -> int:
+    """Of the ranks with the same experts, those over which the masters and moments of these are cut."""
+    contexts = 1 if shards_of(given) > 1 else given.get("cp", 1)
+    return max(1, owners_of(given) * copies_of(given) // (given["dp"] * contexts)) if given.get("experts") else 1
+
+
+def _after(
+    held: tuple[int, int], given: Mapping[str, Any], on: Mapping[str, bool]
+) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
     """Work during the last backward, during the next forward, and after all, of a rank whose stage has `held` parameters.
 
-    Of replicas that cp makes too, sums go along all their axes.
+    Those are the ones that all tokens meet, and its experts'.
     """
-    shards, owners = shards_of(given), owners_of(given)
-    gather, total = _whole(held, given)
-    staged, prefetch, late = shards > 1 and given["pp"] > 1, on.get("prefetch", True), on.get("overlap_gradients")
-    once = ((total,) if staged and late else ()), ((gather,) if staged and prefetch else ())
-    exposed = (*((gather,) if staged and not prefetch else ()), *((total,) if staged and not late else ()))
-    held //= shards
-    contexts = 1 if shards > 1 else given.get("cp", 1)
-    copies = given["dp"] * contexts
-    sums, whole = "·".join(("cp",) * (contexts > 1) + ("zero", "dp")), "·".join(("cp",) * (contexts > 1) + ("zero",))
-    words, early = held * (copies - 1) // copies, on.get("overlap_parameters")
-    update, dtype = optimizer(-(-held // owners)), HALF if shards > 1 else PROGRAMS[given["profile"]].sums
-    if copies == 1:
-        return *once, (*exposed, update)
-    scattered = owners == copies and not (late is None and early is None)
-    total = move(*(("reduce_scatter", sums, words) if scattered else ("all_reduce", sums, 2 * words)), dtype, "optimizer")
-    gathers = _updated(held, whole, owners, given) if owners > 1 else ()
-    after = (*exposed, *(() if late else (total,)), update, *(() if early else gathers))
-    return (*once[0], *((total,) if late else ())), (*once[1], *(gathers if early else ())), after
+    shards = shards_of(given)
+    gather, total = _whole(sum(held), given)
+    staged, prefetch, behind = shards > 1 and given["pp"] > 1, on.get("prefetch", True), on.get("overlap_gradients")
+    late, early = ((total,) if staged and behind else ()), ((gather,) if staged and prefetch else ())
+    after = (*((gather,) if staged and not prefetch else ()), *((total,) if staged and not behind else ()))
+    for many, copies in zip(held, _copies(given), strict=True):
+        if many:
+            more = _of_copies(many // shards, copies, given, on)
+            late, early, after = (*late, *more[0]), (*early, *more[1]), (*after, *more[2])
+    return late, early, after
+
+
+def _of_copies(
+    held: int, copies: Copies, given: Mapping[str, Any], on: Mapping[str, bool]
+) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
+    """What `_after` says, of so many parameters with these replicas."""
+    number, owners, late, early = copies.number, copies.owners, on.get("overlap_gradients"), on.get("overlap_parameters")
+    update, dtype = optimizer(-(-held // owners)), HALF if shards_of(given) > 1 else PROGRAMS[given["profile"]].sums
+    if number == 1:
+        return (), (), (update,)
+    words = held * (number - 1) // number
+    scattered = owners == number and not (late is None and early is None)
+    way = ("reduce_scatter", copies.sums, words) if scattered else ("all_reduce", copies.sums, 2 * words)
+    total = (move(*way, dtype, "optimizer"),)
+    gathers = _updated(held, copies.whole, owners, given) if owners > 1 else ()
+    after = (*(() if late else total), update, *(() if early else gathers))
+    return (total if late else ()), (gathers if early else ()), after
 
 
 def _updated(held: int, axis: str, owners: int, given: Mapping[str, Any]) -> tuple[Op, ...]:

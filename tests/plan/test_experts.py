@@ -1,0 +1,176 @@
+"""Models with experts by other programs: what a block multiplies and sends, whose weights a rank holds, who sums them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+from summa3d.cluster import load
+from summa3d.dry.record import Op
+from summa3d.errors import ConfigError
+from summa3d.nn.config import ModelConfig
+from summa3d.plan.cells import BLOCK
+from summa3d.plan.programs import rows, search
+from summa3d.plan.programs.bands import band_of, bands, kind_of
+from summa3d.plan.programs.devices import cluster_of, filled
+from summa3d.plan.programs.experts import travelling
+from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
+from summa3d.plan.programs.step import block_parameters, rank_parameters, step
+
+MODEL = {"family": "qwen3_moe", "layers": 6, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 80}
+MODEL |= {"experts": 12, "top_k": 3, "vocabulary": 1000}
+H, Q, KV, F, E, K = 96, 128, 128, 80, 12, 3
+ROW: dict[str, Any] = {
+    **{"program": "megatron-core", "gpu": "H100", "model": MODEL, "gpus": 24, "grid": {"tp": 1, "pp": 1, "ep": 4, "dp": 24}},
+    **{"micro_batch": 2, "batch": 48, "sequence": 64, "dtype": "bfloat16", "recompute": "none", "seconds": 1.0},
+}
+TOKENS = 2 * 64
+
+
+def read(folder: Path, **changes: Any) -> rows.MeasuredStep:
+    file = folder / "rows.json"
+    file.write_text(json.dumps([{**ROW, **changes}]))
+    (row,) = rows.read(file)
+    return row
+
+
+def block(given: Mapping[str, Any], backward: bool) -> list[Op]:
+    return list(step(given).cells[BLOCK][backward])
+
+
+def of_products(ops: list[Op]) -> int:
+    return sum(op.flops for op in ops if op.name != "attention")
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 12])
+def test_a_block_multiplies_a_tokens_experts_and_sends_it_to_them(tmp_path: Path, ep: int) -> None:
+    """Also where a rank has fewer experts than a token goes to, and is traced with more."""
+    given = read(tmp_path, grid={"tp": 1, "pp": 1, "ep": ep, "dp": 24}).given
+    forward, backward = block(given, False), block(given, True)
+    each = 2 * TOKENS * (H * (Q + KV) + Q * H + K * 3 * H * F)
+    router = 2 * TOKENS * H * E
+    assert of_products(forward) == each + router and of_products(backward) == 2 * (each + router)
+    grouped = [op for op in forward if ".experts." in op.layer and op.kind == "product"]
+    assert [(op.m, op.n, op.k, op.batch) for op in grouped] == [
+        (TOKENS * K * ep // E, 2 * F, H, E // ep),
+        (TOKENS * K * ep // E, H, F, E // ep),
+    ]
+    assert sum(op.read for op in grouped) == 2 * (TOKENS * K * (H + F) + E // ep * 3 * H * F)
+    sent = [op for op in forward + backward if op.name == "all_to_all"]
+    assert [op.words for op in sent] == [TOKENS * K * H * (ep - 1) // ep] * 4 * (ep > 1)
+    assert [op.phase for op in sent] == (["forward"] * 2 + ["backward"] * 2) * (ep > 1)
+
+
+def test_what_is_computed_again_is_sent_again(tmp_path: Path) -> None:
+    given = read(tmp_path, recompute="full").given
+    assert [op.phase for op in block(given, True) if op.name == "all_to_all"] == ["recompute"] * 2 + ["backward"] * 2
+
+
+@pytest.mark.parametrize(("etp", "ep"), [(4, 3), (2, 6), (1, 12)])
+def test_tensor_ranks_may_split_an_expert_or_share_out_whole_ones(tmp_path: Path, etp: int, ep: int) -> None:
+    """As many multiply-adds, weights and words to experts of a rank, each way."""
+    grid = {"tp": 4, "sp": True, "pp": 1, "ep": ep, "etp": etp, "dp": 6}
+    given = read(tmp_path, grid=grid, sequence=128, batch=24).given
+    ops, tokens = block(given, False), 2 * 128
+    of_experts = [op for op in ops if ".experts." in op.layer and op.kind == "product"]
+    assert of_products(of_experts) == 2 * tokens * K * 3 * H * F // 4
+    assert rank_parameters(given)[1] == 3 * E * H * F // 12
+    sent = {op.axis: op.words for op in ops if op.name == "all_to_all"}
+    assert sent == {"ep" if etp == 4 else "y·ep": round(tokens * K * H * (ep - 1) / ep / 4)}
+    moves = [op for op in ops if op.name in ("all_gather", "reduce_scatter") and ".moe" in op.layer]
+    assert bool(moves) == (etp > 1)
+
+
+def test_replicas_of_experts_are_those_that_ep_leaves(tmp_path: Path) -> None:
+    """Sums of all other weights go over 24 replicas, those of experts over 6; masters and moments are cut alike."""
+    given = read(tmp_path, switches={"overlap_gradients": False, "overlap_parameters": False}).given
+    dense, own = rank_parameters(given, 6)
+    assert dense == 6 * (H * (Q + KV) + Q * H + E * H) and own == 6 * 3 * E * H * F // 4
+    held = dense + 1000 * H
+    found = [(op.name, op.axis, op.words) for op in step(given).after if op.kind == "move"]
+    assert found == [
+        ("reduce_scatter", "ep·zero·dp", held * 23 // 24),
+        ("all_gather", "ep·zero", held * 23 // 24),
+        ("reduce_scatter", "zero·dp", own * 5 // 6),
+        ("all_gather", "zero", own * 5 // 6),
+    ]
+    assert dict(step(given).topology.shape) == {"y": 1, "cp": 1, "shards": 1, "ep": 4, "zero": 6, "dp": 1, "pp": 1}
+    whole = read(tmp_path, grid={"tp": 1, "pp": 1, "ep": 1, "dp": 24}).given
+    tables = 2 * 1000 * H
+    states = [(dense + tables) * (4 + 12 / 24) + many * (4 + 12 / copies) for many, copies in ((own, 6), (4 * own, 24))]
+    assert bytes_of(whole) - bytes_of(given) == pytest.approx(FRAGMENTS * (states[1] - states[0]), rel=1e-9)
+    assert bytes_of(given) > RESERVE + states[0]
+
+
+def test_a_step_counts_the_parameters_that_a_token_meets(tmp_path: Path) -> None:
+    row = read(tmp_path)
+    assert block_parameters(row.given) == H * (Q + KV) + Q * H + E * H + 3 * E * H * F
+    met = 6 * (H * (Q + KV) + Q * H + K * H + 3 * K * H * F) + 1000 * H
+    assert row.flops == (6 * met + 6 * 6 * Q * 64) * 48 * 64
+
+
+def test_a_token_travels_once_to_each_node_of_its_experts(tmp_path: Path) -> None:
+    for many, chosen in ((2, 3), (4, 2), (3, 4)):
+        given = {"tp": 1, "ep": 8 * many, "expert_nodes": many, "top_k": chosen, "switches": {"tokens_once": True}}
+        expected = mean(len(set(nodes)) for nodes in product(range(many), repeat=chosen)) / chosen
+        assert travelling(given) == pytest.approx(expected)
+        assert travelling({**given, "ep": many, "expert_nodes": 1}) == pytest.approx(expected)  # ranks of one node
+        assert travelling({**given, "switches": {}}) == 1.0
+    once = read(tmp_path, switches={"tokens_once": True}, grid={"tp": 1, "pp": 1, "ep": 12, "dp": 24}).given
+    assert once["expert_nodes"] == 2
+    words = {op.words for op in block(once, False) if op.name == "all_to_all"}
+    assert words == {round(TOKENS * K * H * 11 / 12 * 2 * (1 - 0.5**3) / 3)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"grid": {"ep": 5, "dp": 24}}, r"grid.ep = 5 does not divide model.experts = 12.*ep: 1, 2, 3, 4, 6, 12"),
+        ({"grid": {"tp": 4, "ep": 3, "etp": 3, "dp": 6}}, r"grid.etp = 3 tp = 4.*etp: 1, 2, 4"),
+        ({"model": {**MODEL, "top_k": 13}}, r"model.experts is 12, and model.top_k 13.*1 to 12"),
+        ({"model": {key: value for key, value in MODEL.items() if key != "top_k"}}, r"model.top_k None"),
+        ({"gpus": 8, "grid": {"ep": 12, "dp": 8}, "batch": 16}, r"ep·etp = 12 ranks do not divide the 8 of a stage"),
+    ],
+)
+def test_experts_that_do_not_divide_are_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(tmp_path, **changes)
+
+
+def test_what_is_assumed_of_experts_is_said(tmp_path: Path) -> None:
+    without = {key: value for key, value in MODEL.items() if key != "experts"}
+    row = read(tmp_path, model=without)
+    assert row.remarks == (
+        "experts are priced as a feed-forward of 3 times the width, without model.experts",
+        "model.head_dim is not priced without experts",
+    )
+    assert row.given["ffn"] == K * F and row.kind == "megatron-core"
+    assert read(tmp_path).remarks == () and read(tmp_path).kind == "megatron-core, experts"
+
+
+def test_a_rack_is_filled_by_as_many_as_divide_the_job_and_has_the_ports_of_its_trays() -> None:
+    rack = cluster_of("GB200", 4, "4x400Gb/s")
+    assert rack["network.ports"] == 72
+    sizes = {gpus: filled(rack, gpus).levels[1].size for gpus in (64, 72, 128, 144, 256, 360)}
+    assert sizes == {64: 72, 72: 72, 128: 64, 144: 72, 256: 64, 360: 72}
+    assert filled(cluster_of("H100"), 12) is not None and filled(cluster_of("H100"), 12).levels[0].size == 8
+
+
+def test_plans_of_a_program_share_out_experts() -> None:
+    sizes = {"layers": 6, "hidden": 96, "heads": 4, "head_dim": 32, "sequence": 64, "vocabulary": 1000, "ffn": 80}
+    model = ModelConfig(family="mixtral", experts=12, experts_per_token=3, **sizes)
+    found = search.search("megatron-core", model, load("dgx-h100"), 24, 48, ["tp=1", "pp=1", "b=2"], 1e12, 100)
+    assert {plan.given["ep"] for plan in found.best} == {1, 2, 3, 4, 6, 12}
+    kept = {plan.given["ep"]: plan.memory for plan in found.best if plan.given["recompute"] == "none"}
+    assert list(kept.values()) != sorted(kept.values()) and kept[12] < kept[4] < kept[1]
+    assert found.band == band_of(kind_of("megatron-core", True), "H100-SXM")[0]
+    assert band_of(kind_of("maxtext", True), "H100-SXM") == (bands()["experts"], False)
+    with pytest.raises(ConfigError, match=r"model.moe.shared: .*all layers are alike"):
+        shared = ModelConfig(family="qwen2_moe", experts=12, experts_per_token=3, **{**sizes, "hidden": 128, "head_dim": None})
+        search.search("megatron-core", shared, load("dgx-h100"), 24, 48, [], 1e12, 3)
