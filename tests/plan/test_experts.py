@@ -61,6 +61,13 @@ def test_a_block_multiplies_a_tokens_experts_and_sends_it_to_them(tmp_path: Path
         (TOKENS * K * ep // E, 2 * F, H, E // ep),
         (TOKENS * K * ep // E, H, F, E // ep),
     ]
+    rows_of = TOKENS * K * ep // E
+    inputs = [op for op in backward if ".experts." in op.layer and op.kind == "product" and op.name == "nt"]
+    assert [(op.m, op.n, op.k, op.batch) for op in inputs] == [(rows_of, F, H, E // ep), (rows_of, H, 2 * F, E // ep)]
+    weights = [op for op in backward if ".experts." in op.layer and op.kind == "product" and op.name == "tn"]
+    assert [(op.m, op.n, op.k, op.batch) for op in weights] == [(F, H, rows_of, E // ep), (H, 2 * F, rows_of, E // ep)]
+    (activation,) = (op for op in forward if ".experts." in op.layer and op.kind == "elements")
+    assert (activation.read, activation.written) == (2 * TOKENS * K * 2 * F, 2 * TOKENS * K * F)
     assert sum(op.read for op in grouped) == 2 * (TOKENS * K * (H + F) + E // ep * 3 * H * F)
     sent = [op for op in forward + backward if op.name == "all_to_all"]
     assert [op.words for op in sent] == [TOKENS * K * H * (ep - 1) // ep] * 4 * (ep > 1)
@@ -83,6 +90,8 @@ def test_tensor_ranks_may_split_an_expert_or_share_out_whole_ones(tmp_path: Path
     assert rank_parameters(given)[1] == 3 * E * H * F // 12
     sent = {op.axis: op.words for op in ops if op.name == "all_to_all"}
     assert sent == {"ep" if etp == 4 else "y·ep": round(tokens * K * H * (ep - 1) / ep / 4)}
+    (summed,) = (op.words for op in step(given).late if op.axis == "zero·dp")  # of two replicas
+    assert summed == 6 * 3 * E * H * F // 12 // 2
     moves = [op for op in ops if op.name in ("all_gather", "reduce_scatter") and ".moe" in op.layer]
     assert bool(moves) == (etp > 1)
 

@@ -535,6 +535,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
     [
         *(("dgxc", 0.04, 0.9, None), ("others", 0.05, 0.9, 0.04), ("bridge", 0.06, 0.75, None)),
         *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
+        ("experts", 0.15, 0.9, None),
     ],
 )
 def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:

@@ -19,7 +19,7 @@ def bands() -> dict[str, Any]:
 
 
 def kind_of(program: str, experts: object) -> str:
-    """What has a band of its own: a program, with models without experts or with them."""
+    """Key of a band: a program, with models without experts or with them."""
     return f"{program}, experts" if experts else program
 
 

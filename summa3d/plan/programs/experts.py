@@ -117,9 +117,9 @@ def grouped(given: Mapping[str, Any]) -> Edit:
 
 def _is_kept(op: Op) -> bool:
     """Return whether an operation is of the first expert, and not of what a joined product of gate and up does."""
-    found = EXPERT.search(op.layer)
+    expert = EXPERT.search(op.layer)
     summed = op.kind == "elements" and op.layer.endswith(".gate")
-    return found is not None and found[1] == "0" and not op.layer.endswith(".up") and not summed
+    return expert is not None and expert[1] == "0" and not op.layer.endswith(".up") and not summed
 
 
 def _joined(op: Op, own: int, traced: int) -> Op:

@@ -86,7 +86,7 @@ class MeasuredStep:
 
     @property
     def kind(self) -> str:
-        """What has its band: the program, with experts or without."""
+        """Key of its band: the program, with experts or without."""
         return kind_of(self.program, self.given.get("experts"))
 
     def utilisation(self, seconds: float) -> float:
@@ -219,7 +219,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
 def _experts_of(
     model: Mapping[str, Any], grid: Mapping[str, Any], given: Mapping[str, Any], remarks: list[str]
 ) -> dict[str, Any]:
-    """What a row says of experts, whose `ffn` is that of one, and of heads wider than hidden ÷ heads.
+    """Sizes that a row gives of experts, whose `ffn` is that of one, and of heads wider than hidden ÷ heads.
 
     Raises ConfigError where the experts, or the ranks of its grid, do not divide so.
     """

@@ -268,7 +268,7 @@ def owners_of(given: Mapping[str, Any]) -> int:
     return neighbours_of(given) * given.get("cp", 1) if whole else 1
 
 
-class Copies(NamedTuple):
+class WeightReplicas(NamedTuple):
     """Replicas of weights: how many, over how many of them masters and moments are cut, and the planes of both."""
 
     number: int
@@ -277,13 +277,13 @@ class Copies(NamedTuple):
     whole: str
 
 
-def _copies(given: Mapping[str, Any]) -> tuple[Copies, Copies]:
+def _copies(given: Mapping[str, Any]) -> tuple[WeightReplicas, WeightReplicas]:
     """The replicas of weights that all tokens meet, which cp makes too, and of experts, along what ep leaves of them."""
     contexts = 1 if shards_of(given) > 1 else given.get("cp", 1)
     names = ("cp",) * (contexts > 1) + ("ep",) * (replicas_among(given) > 1)
     owners, of_experts = owners_of(given), copies_of({**given, "cp": contexts})
-    whole = Copies(given["dp"] * contexts, owners, "·".join((*names, "zero", "dp")), "·".join((*names, "zero")))
-    return whole, Copies(of_experts, expert_owners_of(given), "zero·dp", "zero")
+    whole = WeightReplicas(given["dp"] * contexts, owners, "·".join((*names, "zero", "dp")), "·".join((*names, "zero")))
+    return whole, WeightReplicas(of_experts, expert_owners_of(given), "zero·dp", "zero")
 
 
 def expert_owners_of(given: Mapping[str, Any]) -> int:
@@ -312,9 +312,9 @@ def _after(
 
 
 def _of_copies(
-    held: int, copies: Copies, given: Mapping[str, Any], on: Mapping[str, bool]
+    held: int, copies: WeightReplicas, given: Mapping[str, Any], on: Mapping[str, bool]
 ) -> tuple[tuple[Op, ...], tuple[Op, ...], tuple[Op, ...]]:
-    """What `_after` says, of so many parameters with these replicas."""
+    """Return what `_after` does, of so many parameters with these replicas."""
     number, owners, late, early = copies.number, copies.owners, on.get("overlap_gradients"), on.get("overlap_parameters")
     update, dtype = optimizer(-(-held // owners)), HALF if shards_of(given) > 1 else PROGRAMS[given["profile"]].sums
     if number == 1:
