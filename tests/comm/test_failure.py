@@ -101,6 +101,24 @@ time.sleep(600)
     assert ended.stderr.strip() == f"interrupted on rank 5 of {RANKS}"
 
 
+def test_an_interrupt_just_before_a_rank_claims_the_report_loses_none(tmp_path: Path) -> None:
+    body = """
+import signal
+from summa3d import preemption
+ignore = preemption.ignore_interrupts
+def interrupted():
+    preemption.ignore_interrupts = ignore
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(1)
+preemption.ignore_interrupts = interrupted
+if comm.rank == 0:
+    raise LayoutError("broken")
+time.sleep(600)
+"""
+    ended, _ = run_job(tmp_path, body)
+    assert ended.status == 130 and ended.stderr.strip() == f"interrupted on rank 0 of {RANKS}"
+
+
 @pytest.mark.parametrize("axis", ["x", "y"])
 def test_a_rank_that_fails_since_another_was_interrupted_leaves_it_to_that_one(tmp_path: Path, axis: str) -> None:
     """Also over an axis without the interrupted rank, which those that failed first have broken."""

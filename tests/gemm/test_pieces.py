@@ -78,6 +78,21 @@ def test_pieces_are_cut_across_the_split_dim_where_products_pass_less_for_what_i
         assert not is_crosswise(replace(plan, pieces=1), operand, shape)
 
 
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize("dtype", ["float32", "int64"])
+def test_a_rank_whose_part_is_not_cut_across_holds_no_columns(comm, make_grid, dtype):
+    """Of n = 3 over two ranks the second has one, which is one piece of whole rows."""
+    grid = make_grid(x=1, y=2, z=2, node_memory=False)
+    plan = CuboidPlan("nn", 2, 40, 3, pieces=3)
+    assert is_crosswise(plan, "a", grid.shape)
+    a, b = np.arange(6).reshape(2, 3).astype(dtype), np.arange(120).reshape(3, 40).astype(dtype)
+    cuboid = Cuboid(plan, grid)
+    c = cuboid.run(distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout))
+    assert np.array_equal(c, distribute(a @ b, grid, plan.c_layout))
+    cost = volume.of_plan(plan, grid.shape, dtype).cost_of(grid.coordinates)
+    assert cuboid.workspace.nbytes == a.itemsize * cost.workspace
+
+
 @pytest.mark.mpi(sizes=(4, 12))
 def test_both_operands_arrive_across_what_is_split(comm, make_grid):
     """Also where a rank has no own part of k, and its first product is of no elements."""

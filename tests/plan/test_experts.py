@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from itertools import product
+from math import prod
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -19,9 +20,9 @@ from summa3d.plan.cells import BLOCK
 from summa3d.plan.programs import rows, search
 from summa3d.plan.programs.bands import band_of, bands, kind_of
 from summa3d.plan.programs.devices import cluster_of, filled
-from summa3d.plan.programs.experts import travelling
+from summa3d.plan.programs.experts import layout_of, travelling
 from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
-from summa3d.plan.programs.step import block_parameters, rank_parameters, step
+from summa3d.plan.programs.step import block_parameters, rank_parameters, shards_of, step
 
 MODEL = {"family": "qwen3_moe", "layers": 6, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 80}
 MODEL |= {"experts": 12, "top_k": 3, "vocabulary": 1000}
@@ -120,8 +121,51 @@ def test_replicas_of_experts_are_those_that_ep_leaves(tmp_path: Path) -> None:
 def test_a_step_counts_the_parameters_that_a_token_meets(tmp_path: Path) -> None:
     row = read(tmp_path)
     assert block_parameters(row.given) == H * (Q + KV) + Q * H + E * H + 3 * E * H * F
-    met = 6 * (H * (Q + KV) + Q * H + K * H + 3 * K * H * F) + 1000 * H
+    met = 6 * (H * (Q + KV) + Q * H + E * H + 3 * K * H * F) + 1000 * H
     assert row.flops == (6 * met + 6 * 6 * Q * 64) * 48 * 64
+
+
+def test_ranks_of_a_step_are_its_gpus_and_planes_have_enough_of_them(tmp_path: Path) -> None:
+    """Every way to share out experts, beside contexts, shards, masters that few replicas cut, and tensor ranks."""
+    cases = product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4, 6, 12), (1, 2, 4), (0, 1, 3), (1, 2, 3, 6))
+    seen = 0
+    for tp, pp, cp, ep, etp, zero, size in cases:
+        if tp % etp or (6 * tp * cp) % (ep * etp) or (zero == 3 and size > 1):
+            continue
+        grid = {"tp": tp, "sp": tp > 1, "pp": pp, "cp": cp, "ep": ep, "etp": etp, "dp": 6}
+        switches = {"zero": zero, "zero_size": size}
+        row = read(tmp_path, gpus=6 * tp * pp * cp, grid=grid, switches=switches, sequence=128, batch=12)
+        shape = step(row.given).topology.shape
+        layout = layout_of(row.given, shards_of(row.given))
+        assert prod(shape.values()) == row.given["gpus"], (grid, switches)
+        assert layout.copies * layout.shards * ep * etp == 6 * tp * cp
+        for plane, ranks in ((layout.exchange, ep), (layout.sums, layout.copies)):
+            assert prod(shape[name] for name in plane.split("·")) >= ranks, (grid, switches, plane)
+        seen += 1
+    assert seen > 200
+
+
+def test_weights_that_are_cut_are_whole_once_over_the_ranks_of_shards_and_experts(tmp_path: Path) -> None:
+    """FSDP over 24 ranks, of which 4 have other experts: those of a rank are cut over 6, and no weight goes missing."""
+    held = {}
+    for ep in (1, 4):
+        given = read(tmp_path, program="fsdp2", grid={"fsdp": 24, "ep": ep}, recompute="full").given
+        layout = layout_of(given, shards_of(given))
+        assert (layout.shards, layout.copies) == (24 // ep, 1)
+        held[ep] = rank_parameters(given, 6)[1] / layout.shards
+    assert held[1] == held[4] == 6 * 3 * E * H * F / 24
+    hybrid = read(tmp_path, program="fsdp2", grid={"fsdp": 12, "ep": 12, "dp": 2}).given
+    assert layout_of(hybrid, shards_of(hybrid))[3:5] == (1, 2)  # each rank has an expert, and its copy is in the other replica
+
+
+def test_planes_are_the_innermost_ranks_that_are_enough(tmp_path: Path) -> None:
+    grid = {"tp": 4, "sp": True, "cp": 3, "ep": 4, "etp": 1, "dp": 2}
+    layout = layout_of(read(tmp_path, grid=grid, sequence=192, batch=4).given)
+    assert (layout.among, layout.exchange, layout.copies, layout.sums) == (1, "y", 6, "cp·zero·dp")
+    layout = layout_of(read(tmp_path, grid={**grid, "ep": 12}, sequence=192, batch=4).given)
+    assert (layout.among, layout.exchange, layout.copies, layout.sums) == (1, "y·cp", 2, "zero·dp")
+    layout = layout_of(read(tmp_path, grid={"tp": 2, "cp": 1, "ep": 12, "etp": 2, "dp": 12}, batch=24).given)
+    assert (layout.among, layout.exchange, layout.copies) == (12, "ep", 1)
 
 
 def test_a_token_travels_once_to_each_node_of_its_experts(tmp_path: Path) -> None:
@@ -165,7 +209,8 @@ def test_what_is_assumed_of_experts_is_said(tmp_path: Path) -> None:
 
 def test_a_rack_is_filled_by_as_many_as_divide_the_job_and_has_the_ports_of_its_trays() -> None:
     rack = cluster_of("GB200", 4, "4x400Gb/s")
-    assert rack["network.ports"] == 72
+    assert rack["network.ports"] == cluster_of("GB200", 4, "1.6Tb/s")["network.ports"] == 72
+    assert rack["network.bandwidth"] == cluster_of("GB200", 4, "1.6Tb/s")["network.bandwidth"]
     sizes = {gpus: filled(rack, gpus).levels[1].size for gpus in (64, 72, 128, 144, 256, 360)}
     assert sizes == {64: 72, 72: 72, 128: 64, 144: 72, 256: 64, 360: 72}
     assert filled(cluster_of("H100"), 12) is not None and filled(cluster_of("H100"), 12).levels[0].size == 8
@@ -180,6 +225,10 @@ def test_plans_of_a_program_share_out_experts() -> None:
     assert list(kept.values()) != sorted(kept.values()) and kept[12] < kept[4] < kept[1]
     assert found.band == band_of(kind_of("megatron-core", True), "H100-SXM")[0]
     assert band_of(kind_of("maxtext", True), "H100-SXM") == (bands()["experts"], False)
+    dense = ModelConfig(family="llama", **{**sizes, "head_dim": None, "hidden": 128})
+    for one, program, ep in ((dense, "megatron-core", 2), (model, "fsdp2", 2), (model, "megatron-core", 5)):
+        with pytest.raises(ConfigError, match=f"with ep={ep}: no sizes divide evenly"):
+            search.search(program, one, load("dgx-h100"), 24, 48, [f"ep={ep}"], 1e12, 3)
     with pytest.raises(ConfigError, match=r"model.moe.shared: .*all layers are alike"):
         shared = ModelConfig(family="qwen2_moe", experts=12, experts_per_token=3, **{**sizes, "hidden": 128, "head_dim": None})
         search.search("megatron-core", shared, load("dgx-h100"), 24, 48, [], 1e12, 3)

@@ -27,7 +27,7 @@ from . import flight, flight_files
 WAIT_FOR_RANK_ZERO = 0.3  # seconds a rank leaves to rank 0 to speak first, where all of them fail alike
 WAIT_PER_RANK = 0.02  # more of it, so that the ranks of several nodes do not speak at once
 LONGEST_WAIT = 2.0
-WAIT_FOR_THE_INTERRUPTED = 0.5  # seconds that a rank which fails since another was interrupted leaves to that one
+WAIT_FOR_THE_INTERRUPTED = LONGEST_WAIT + 0.3  # seconds that a rank which fails since another was interrupted leaves to it
 MOMENT = 0.2
 """Seconds after which a rank that waited is found to wait still, or not."""
 STDERR = 2  # the file descriptor
@@ -68,13 +68,12 @@ def _say_and_abort(error: BaseException, say: Callable[[], object]) -> NoReturn:
     global _speaks
     interrupted = preemption.is_interrupt(error)
     try:
-        speaks = _may_speak(WAIT_FOR_THE_INTERRUPTED if interrupted and not isinstance(error, KeyboardInterrupt) else 0.0)
+        _leave_others_time(WAIT_FOR_THE_INTERRUPTED if interrupted and not isinstance(error, KeyboardInterrupt) else 0.0)
         preemption.ignore_interrupts()
     except KeyboardInterrupt as interrupt:
         preemption.ignore_interrupts()
-        speaks, interrupted = flight.claim_node(), True
-        say = partial(sys.stderr.write, _report(KeyboardInterrupt, interrupt, None, of_rank=f" on {who()}"))
-    if speaks:
+        interrupted, say = True, partial(sys.stderr.write, _report(KeyboardInterrupt, interrupt, None, of_rank=f" on {who()}"))
+    if flight.claim_node():
         sys.stdout.flush()
         _speaks = True
         say()
@@ -220,10 +219,15 @@ def has_peers() -> bool:
     return not _forked and MPI.Is_initialized() and not MPI.Is_finalized() and MPI.COMM_WORLD.size > 1
 
 
-def _may_speak(later: float = 0.0) -> bool:
-    """Decide whether this rank prints, one per node: rank 0 after `later` seconds, the others after leaving it time."""
+def _leave_others_time(later: float = 0.0) -> None:
+    """Wait so long that others speak first: rank 0 for `later` seconds, the others longer."""
     rank = MPI.COMM_WORLD.rank
     time.sleep(later + (min(WAIT_FOR_RANK_ZERO + WAIT_PER_RANK * rank, LONGEST_WAIT) if rank else 0.0))
+
+
+def _may_speak() -> bool:
+    """Decide whether this rank prints, one per node: rank 0 at once, the others after leaving it time."""
+    _leave_others_time()
     return flight.claim_node()
 
 

@@ -24,7 +24,7 @@ from ..algorithms.panels import divided, panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from ..pieces.schedule import is_crosswise, pieces_of, schedule_of
+from ..pieces.schedule import pieces_of, schedule_of
 from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
@@ -78,19 +78,19 @@ def moves_of(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, staged: C
 
 def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditions: Conditions) -> Cost:
     """Workspace that pieces add: memory of columns and of sums that are not taken in place, less C's own."""
-    memory, adds = 0, False
-    steps = zip("abc", (plan.y, plan.x, plan.z), moves_of(plan, grid_shape, at, conditions.staged), strict=True)
+    memory, order = 0, schedule_of(plan, grid_shape, at, conditions.staged)
+    steps = zip("abc", (plan.y, plan.x, plan.z), plan_steps(plan, grid_shape, at), strict=True)
+    fine, names = {"a": plan.a_fine, "b": plan.b_fine}, {"a": plan.a_names, "b": plan.b_names}
     for operand, axis, step in steps:
         if grid_shape[axis] == 1 or axis in conditions.staged:
             continue
         if operand == "c":
             memory -= conditions.wide * step.workspace // grid_shape[axis]
         else:
-            across, split = is_crosswise(plan, operand, grid_shape), plan.fine_dims[operand]
-            memory += step.workspace * (across or plan.a_fine if operand == "a" else across or plan.b_fine)
-            adds = adds or ((across or split == "k") and step.messages > 0)
+            dim = fine[operand]
+            memory += step.workspace * order.in_columns(operand, dim, order.extents[names[operand][1 - dim]])
     m, n, _ = plan.local_extents(grid_shape, at)
-    return Cost(0, 0, memory + m * n * (adds and conditions.scratch))
+    return Cost(0, 0, memory + m * n * (order.adds and conditions.scratch))
 
 
 # -- panels: summa, tesseract, ca25d ------------------------------------------------------------------------------------------

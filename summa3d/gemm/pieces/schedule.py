@@ -128,6 +128,18 @@ class PiecedSchedule(NamedTuple):
     steps: Sequence[Step]
     cells: Sequence[SumCell]
 
+    @property
+    def adds(self) -> bool:
+        """Return whether some product is added to a part of C that holds another already."""
+        return any(
+            not step.first and all(step.ranges[letter][0] < step.ranges[letter][1] for letter in "mn") for step in self.steps
+        )
+
+    def in_columns(self, operand: str, dim: int, extent: int) -> bool:
+        """Return whether parts of A or B, split along `dim`, are no whole rows, of `extent` elements, of what is gathered."""
+        parts = (part for item in self.rounds[operand] for part in (item.receive, item.send) if part is not None)
+        return any(dim == 1 or part.across != (0, extent) for part in parts)
+
     def messages(self, operand: str, size: int, index: int) -> int:
         """Messages that the rank receives of a, b or c, which is cut, as member `index` of an axis of `size` members."""
         if operand == "c":

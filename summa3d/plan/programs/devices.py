@@ -44,7 +44,7 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
     """The cluster of a GPU, so many in a node, with the libraries of 2022 and later, or those before.
 
     network : a node's ports and their rate, such as "8x400Gb/s", or its whole rate; without one, that of the cluster which
-    describes the GPU; where links join several nodes, of each of them. Raises ClusterError for an unknown GPU.
+    describes the GPU. A rack of several nodes has the ports of each of them. Raises ClusterError for an unknown GPU.
     """
     device = device_of(gpu)
     about = devices()[device]
@@ -58,9 +58,9 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
         values |= {f"{inner.name}.size": float(node), "network.ports": float(node)}
     ports, rate = ports_of(network or "")
     if rate:
-        racked = inner.size // node if node in [level.size for level in cluster.levels[:-2]] else 1
-        many = ports * racked or max(1, min(node or inner.size, round(rate / 50e9)))
-        values |= {"network.ports": float(many), "network.bandwidth": PART * rate / (1 if ports else many)}
+        many = ports or max(1, min(node or inner.size, round(rate / 50e9)))
+        nodes = inner.size // node if node in [level.size for level in cluster.levels[:-2]] else 1
+        values |= {"network.ports": float(nodes * many), "network.bandwidth": PART * rate / (1 if ports else many)}
     known = {key: value for key, value in values.items() if key in cluster.numbers}
     return cluster.replaced(known, "datasheet")
 

@@ -8,9 +8,10 @@ of gate and up together.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from math import gcd
+from typing import Any, NamedTuple
 
 from ...dry.record import Op
 from ...dtypes import dtype_of
@@ -20,6 +21,8 @@ from .edits import Edit, of_each_trace
 
 EXPERT = re.compile(r"\.experts\.(\d+)")
 HALF = "bfloat16"
+REPLICAS = "zero·dp"
+"""The plane of replicas but for those that share out experts."""
 
 
 def shape_of(given: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -28,32 +31,52 @@ def shape_of(given: Mapping[str, Any]) -> tuple[int, int, int]:
     return int(given.get("experts") or 0), int(given.get("ep") or 1), int(given.get("etp") or tp)
 
 
-def own_experts(given: Mapping[str, Any]) -> int:
-    """The experts of a layer whose weights a rank holds, or a part of them."""
-    experts, ep, _ = shape_of(given)
-    return -(-experts // ep)
+class ExpertLayout(NamedTuple):
+    """Where the experts of a layer are, of ranks in the order of `step.ORDER`.
+
+    own : experts of a rank, whole or split by etp. among : neighbouring replicas of dp that share them out. exchange : the plane
+    along which tokens go to them. shards : ranks that cut a rank's experts, as FSDP does, a plane's part. copies : of each of
+    those. sums, whole : the planes of the copies, and of those that cut masters
+    """
+
+    own: int
+    among: int
+    exchange: str
+    shards: int
+    copies: int
+    sums: str
+    whole: str
 
 
-def copies_of(given: Mapping[str, Any]) -> int:
-    """The ranks of replicas and contexts that have the same experts."""
-    _, ep, etp = shape_of(given)
-    return max(1, int(given["tp"]) * int(given.get("cp", 1)) * int(given["dp"]) // (ep * etp))
+def layout_of(given: Mapping[str, Any], cut: int = 1) -> ExpertLayout:
+    """The layout of a row's experts, whose other weights are cut over so many ranks.
 
-
-def replicas_among(given: Mapping[str, Any]) -> int:
-    """Of dp, the neighbouring replicas that share out experts among them; 1 where ranks of a replica do."""
+    Experts take the innermost ranks: those of the tensor ranks that do not split one, contexts, shards, then replicas. Where they
+    take a part of a plane, messages are priced along all of it.
+    """
     experts, ep, etp = shape_of(given)
-    inner = int(given["tp"]) * int(given.get("cp", 1)) * int(given.get("shards", 1))
-    among = ep * etp // inner
-    return among if experts and among > 1 and given["dp"] % among == 0 else 1
+    tp, cp, shards, dp = (int(given.get(key, 1)) for key in ("tp", "cp", "shards", "dp"))
+    rest, left = divmod(ep * etp, tp * cp * shards)
+    among = rest if experts and rest > 1 and not left and dp % rest == 0 else 1
+    sizes = {"y": tp, "cp": cp, "shards": shards, "ep": among, REPLICAS: dp // among}
+    inner = [name for name in sizes if sizes[name] > 1 and (name != "y" or etp < tp)]
+    need = ep * (etp if etp < tp else 1)
+    exchange = _enough(inner, sizes, need)
+    ranks = tp * cp * shards * dp // (ep * etp) or 1
+    parts = gcd(ranks, max(1, cut * tp // (ep * etp))) if cut > 1 else 1
+    outer = _enough([REPLICAS, *(name for name in ("ep", "cp", "y") if sizes[name] > 1)], sizes, ranks // parts)
+    sums = "·".join(name for name in sizes if name in outer)
+    return ExpertLayout(-(-experts // ep), among, "·".join(exchange), parts, ranks // parts, sums, sums.removesuffix("·dp"))
 
 
-def axis_of(given: Mapping[str, Any]) -> str:
-    """The plane of ranks over which experts are split."""
-    _, _, etp = shape_of(given)
-    names = ("y",) * (etp < given["tp"]) + ("cp",) * (given.get("cp", 1) > 1)
-    names += ("shards",) * (given.get("shards", 1) > 1) + ("ep",) * (replicas_among(given) > 1)
-    return "·".join(names) or "zero"
+def _enough(names: Sequence[str], sizes: Mapping[str, int], ranks: int) -> list[str]:
+    """The first of some axes, one at least, that have so many ranks together; all where none are enough."""
+    result, product = list[str](), 1
+    for name in names:
+        if result and product >= ranks:
+            break
+        result, product = [*result, name], product * sizes[name]
+    return result or [REPLICAS]
 
 
 def travelling(given: Mapping[str, Any]) -> float:
@@ -90,11 +113,12 @@ def _runs(trace: OpTrace) -> Iterable[tuple[tuple[bool, str], Iterable[Op]]]:
 def grouped(given: Mapping[str, Any]) -> Edit:
     """The edit of a block, traced with as many experts as a token goes to, which become a rank's own, in grouped products.
 
-    Tokens travel in 16 bits along the plane of `axis_of`. What the library multiplies to weigh a token's experts is element-wise
+    Tokens travel in 16 bits along the layout's plane. What the library multiplies to weigh a token's experts is element-wise
     work, and the router's product is of 16 bits and of all experts.
     """
     experts, ep, etp = shape_of(given)
-    own, traced, axis = own_experts(given), int(given.get("top_k") or 1), axis_of(given)
+    layout, traced = layout_of(given), int(given.get("top_k") or 1)
+    own, axis = layout.own, layout.exchange
     parts = etp if given.get("scheme") == "oned-sp" else 1
 
     @of_each_trace

@@ -10,6 +10,7 @@ from ...dry.record import ENTER, LEAVE
 from ...dry.step import Setting, run
 from ...dtypes import dtype_of
 from .edits import inputs_kept
+from .experts import layout_of
 from .programs import PROGRAMS
 from .step import expert_owners_of, in_flight, on_of, owners_of, rank_parameters, setting, shards_of, stages_of, widths_of
 
@@ -61,9 +62,10 @@ def _states(given: Mapping[str, Any], layers: int, at_end: bool) -> float:
     program, tables = PROGRAMS[given["profile"]], at_end * (1 if given["pp"] > 1 or given.get("tied") else 2)
     dense, of_experts = rank_parameters(given)
     held = dense * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
-    kept = held * (program.kept + 12 / owners_of(given))
-    kept += of_experts * layers * (program.kept + 12 / expert_owners_of(given))
-    return kept / shards_of(given) + _gathered(given, dense + of_experts, held + of_experts * layers)
+    kept = held / shards_of(given) * (program.kept + 12 / owners_of(given))
+    parts = layout_of(given, shards_of(given)).shards
+    kept += of_experts * layers / parts * (program.kept + 12 / expert_owners_of(given))
+    return kept + _gathered(given, dense + of_experts, held + of_experts * layers)
 
 
 def _leave(given: Mapping[str, Any], parts: Activations, rows: int) -> float:

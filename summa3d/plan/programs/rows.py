@@ -17,7 +17,7 @@ from ...files import text_of
 from .bands import kind_of
 from .devices import cluster_of, device_of, filled
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
-from .step import FULLY, block_parameters, widths_of
+from .step import FULLY, parts_of, widths_of
 
 KEYS = {
     **{"source": str, "program": str, "cluster": str, "gpu": str, "gpus_per_node": int, "network": str, "model": dict},
@@ -79,8 +79,9 @@ class MeasuredStep:
     def flops(self) -> float:
         """Operations of a step that computes nothing again: six a parameter and token, and attention's of causal scores."""
         given = self.given
-        of_token = {**given, "experts": given["top_k"]} if given.get("experts") else given
-        count = given["layers"] * block_parameters(of_token) + given["vocabulary"] * given["hidden"]
+        dense, of_experts = parts_of(given)
+        met = dense + of_experts * given["top_k"] // given["experts"] if of_experts else dense
+        count = given["layers"] * met + given["vocabulary"] * given["hidden"]
         scores = 6 * given["layers"] * widths_of(given)["attention"] * given["sequence"]
         return float((6 * count + scores) * given["batch"] * given["sequence"])
 

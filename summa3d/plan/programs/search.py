@@ -161,9 +161,10 @@ def _plans(
                 for shards in of("shards", [outer] if sharded else [1]) if not left and outer else ():
                     if outer % shards == 0 and outer // shards == fixed.get("dp", outer // shards):
                         grid = {"tp": tp, "pp": pp, "cp": cp, "shards": shards, "dp": outer // shards}
-                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if program.newer else [1]
-                        for ep in of("ep", among if model.num_experts else [1]):
-                            if ep in among or ep == 1:
+                        shared = model.num_experts and program.newer and not sharded
+                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if shared else [1]
+                        for ep in of("ep", among):
+                            if ep in among:
                                 yield from _with_grid(sizes, {**grid, "ep": ep}, program, of)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import gcd
 from typing import Any, NamedTuple
 
 from ...comm.topology import Topology
@@ -14,7 +15,7 @@ from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
 from .edits import in_contexts, in_eight_bits
-from .experts import copies_of, grouped, of_other_ranks, own_experts, replicas_among, shape_of
+from .experts import grouped, layout_of, of_other_ranks, shape_of
 from .programs import PROGRAMS, edited, edits_of
 
 ORDER = ("y", "cp", "shards", "ep", "zero", "dp", "pp")
@@ -37,7 +38,8 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
     blocks' products run in 8 bits. scatter : whether messages of the pipeline travel in parts.
     """
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
-    cut, among = neighbours_of(given), replicas_among(given)
+    among = layout_of(given).among
+    cut = gcd(dp // among, max(1, neighbours_of(given) // among))
     contexts, shards = given.get("cp", 1), given.get("shards", 1)
     on = on_of(given)
     stages = stages_of(given)
@@ -61,8 +63,8 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
                 "cp": contexts,
                 "shards": shards,
                 "ep": among,
-                "zero": max(1, cut // among),
-                "dp": dp // max(cut, among),
+                "zero": cut,
+                "dp": dp // among // cut,
                 "pp": pp,
             },
             ORDER,
@@ -110,6 +112,7 @@ def setting(given: Mapping[str, Any]) -> Setting:
         experts = {
             **dict.fromkeys(("experts", "experts_per_token"), given["top_k"]),
             "family": "mixtral",
+            "ffn": ffn_of(given),
             **({"head_dim": given["head_dim"]} if "head_dim" in given else {}),
         }
     model = ModelConfig(
@@ -130,13 +133,18 @@ def setting(given: Mapping[str, Any]) -> Setting:
     return Setting(model, given["micro_batch"], scheme, {"y": tp}, dtype=HALF, recompute=(kind, 1), on_device=True)
 
 
+def ffn_of(given: Mapping[str, Any]) -> int:
+    """Width of a feed-forward layer, of one expert where there are any."""
+    return int(given.get("ffn") or 4 * given["hidden"])
+
+
 def widths_of(given: Mapping[str, Any]) -> dict[str, int]:
     """Columns of what a block's products give for a token: Llama's with its heads of k and v and its gate, or GPT's.
 
     Of a layer of experts, those of all that the token goes to.
     """
     hidden, heads = int(given["hidden"]), int(given["heads"])
-    ffn = int(given.get("ffn") or 4 * hidden) * int(given.get("top_k") or 1 if given.get("experts") else 1)
+    ffn = ffn_of(given) * (int(given["top_k"]) if given.get("experts") else 1)
     q = heads * head_of(given)
     keys = q * (given.get("kv_heads") or heads) // heads
     gate = ffn if given.get("family") == "llama" else 0
@@ -153,7 +161,7 @@ def parts_of(given: Mapping[str, Any]) -> tuple[int, int]:
     widths, hidden, experts = widths_of(given), int(given["hidden"]), int(given.get("experts") or 0)
     attention = hidden * (widths["q"] + widths["k"] + widths["v"]) + widths["attention"] * hidden
     if experts:
-        return attention + experts * hidden, 3 * experts * hidden * int(given["ffn"])
+        return attention + experts * hidden, 3 * experts * hidden * ffn_of(given)
     return attention + hidden * (widths["gate"] + 2 * widths["up"]), 0
 
 
@@ -166,7 +174,7 @@ def rank_parameters(given: Mapping[str, Any], layers: int = 1) -> tuple[int, int
     """Parameters of so many blocks on a rank: those that all tokens meet, and those of its own experts."""
     dense, of_experts = parts_of(given)
     experts, _, etp = shape_of(given)
-    own = of_experts // experts * own_experts(given) * layers // etp if experts else 0
+    own = of_experts // experts * layout_of(given).own * layers // etp if experts else 0
     return dense * layers // int(given["tp"]), own
 
 
@@ -236,17 +244,18 @@ def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dic
         ring = [move("all_gather", "cp", times * keys * (contexts - 1), HALF) for times in (1, 3)]  # gradients in 32 bits
         result |= {(BLOCK, backward): (ring[backward],) for backward in (False, True)}
     if shards_of(given) > 1 and given["pp"] == 1:
-        for name, many in ((BLOCK, sum(rank_parameters(given))), (ENTER, ends), (LEAVE, ends)):
+        for name, many in ((BLOCK, rank_parameters(given)), (ENTER, (ends, 0)), (LEAVE, (ends, 0))):
             gather, total = _whole(many, given)
             result[name, False] = (*result.get((name, False), ()), gather)
             result[name, True] = (*result.get((name, True), ()), gather, total)
     return result
 
 
-def _whole(many: int, given: Mapping[str, Any]) -> tuple[Op, Op]:
-    """The gather of so many weights that are cut, and the sum of their gradients."""
+def _whole(many: tuple[int, int], given: Mapping[str, Any]) -> tuple[Op, Op]:
+    """The gather of so many weights that are cut, other ones and experts', and the sum of their gradients."""
     shards, axis = shards_of(given), "·".join(("cp",) * (given.get("cp", 1) > 1) + ("shards",))
-    words = many * (shards - 1) // shards
+    parts = shards, layout_of(given, shards).shards
+    words = sum(each * (part - 1) // part for each, part in zip(many, parts, strict=True))
     return move("all_gather", axis, words, HALF), move("reduce_scatter", axis, words, PROGRAMS[given["profile"]].sums)
 
 
@@ -277,19 +286,19 @@ class WeightReplicas(NamedTuple):
     whole: str
 
 
-def _copies(given: Mapping[str, Any]) -> tuple[WeightReplicas, WeightReplicas]:
-    """The replicas of weights that all tokens meet, which cp makes too, and of experts, along what ep leaves of them."""
-    contexts = 1 if shards_of(given) > 1 else given.get("cp", 1)
-    names = ("cp",) * (contexts > 1) + ("ep",) * (replicas_among(given) > 1)
-    owners, of_experts = owners_of(given), copies_of({**given, "cp": contexts})
-    whole = WeightReplicas(given["dp"] * contexts, owners, "·".join((*names, "zero", "dp")), "·".join((*names, "zero")))
-    return whole, WeightReplicas(of_experts, expert_owners_of(given), "zero·dp", "zero")
+def _replicas(given: Mapping[str, Any]) -> tuple[WeightReplicas, WeightReplicas]:
+    """The replicas of weights that all tokens meet, which cp makes too, and of experts."""
+    contexts, layout = 1 if shards_of(given) > 1 else given.get("cp", 1), layout_of(given, shards_of(given))
+    names = ("cp",) * (contexts > 1) + ("ep",) * (layout.among > 1)
+    sums, whole = "·".join((*names, "zero", "dp")), "·".join((*names, "zero"))
+    dense = WeightReplicas(given["dp"] * contexts, owners_of(given), sums, whole)
+    return dense, WeightReplicas(layout.copies, expert_owners_of(given), layout.sums, layout.whole)
 
 
 def expert_owners_of(given: Mapping[str, Any]) -> int:
     """Of the ranks with the same experts, those over which the masters and moments of these are cut."""
-    contexts = 1 if shards_of(given) > 1 else given.get("cp", 1)
-    return max(1, owners_of(given) * copies_of(given) // (given["dp"] * contexts)) if given.get("experts") else 1
+    copies, contexts = layout_of(given, shards_of(given)).copies, 1 if shards_of(given) > 1 else given.get("cp", 1)
+    return int(max(1, owners_of(given) * copies // (given["dp"] * contexts)))
 
 
 def _after(
@@ -300,13 +309,14 @@ def _after(
     Those are the ones that all tokens meet, and its experts'.
     """
     shards = shards_of(given)
-    gather, total = _whole(sum(held), given)
+    gather, total = _whole(held, given)
     staged, prefetch, behind = shards > 1 and given["pp"] > 1, on.get("prefetch", True), on.get("overlap_gradients")
     late, early = ((total,) if staged and behind else ()), ((gather,) if staged and prefetch else ())
     after = (*((gather,) if staged and not prefetch else ()), *((total,) if staged and not behind else ()))
-    for many, copies in zip(held, _copies(given), strict=True):
+    cut = shards, layout_of(given, shards).shards
+    for many, parts, copies in zip(held, cut, _replicas(given), strict=True):
         if many:
-            more = _of_copies(many // shards, copies, given, on)
+            more = _of_copies(many // parts, copies, given, on)
             late, early, after = (*late, *more[0]), (*early, *more[1]), (*after, *more[2])
     return late, early, after
 
