@@ -15,7 +15,7 @@ import pytest
 from summa3d.cluster import load
 from summa3d.dry.record import Op
 from summa3d.errors import ConfigError
-from summa3d.nn.config import ModelConfig
+from summa3d.nn.config import MixtureConfig, ModelConfig
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.programs import rows, search
 from summa3d.plan.programs.bands import band_of, bands, kind_of
@@ -125,6 +125,20 @@ def test_a_step_counts_the_parameters_that_a_token_meets(tmp_path: Path) -> None
     assert row.flops == (6 * met + 6 * 6 * Q * 64) * 48 * 64
 
 
+@pytest.mark.parametrize("width", [80, 112])
+def test_an_expert_of_all_tokens_is_multiplied_where_they_are(tmp_path: Path, width: int) -> None:
+    without, given = (read(tmp_path, model=model).given for model in (MODEL, {**MODEL, "shared": width}))
+    for backward, times in ((False, 1), (True, 2)):
+        more = of_products(block(given, backward)) - of_products(block(without, backward))
+        assert more == times * 2 * TOKENS * 3 * H * width
+        sent = [[op for op in block(one, backward) if op.name == "all_to_all"] for one in (without, given)]
+        assert sent[0] == sent[1]
+    (activation,) = (op for op in block(given, False) if op.layer.endswith(".shared") and op.kind == "elements")
+    assert (activation.read, activation.written) == (2 * TOKENS * 2 * width, 2 * TOKENS * width)
+    (dense, own), before = rank_parameters(given), rank_parameters(without)
+    assert (dense - before[0], own) == (3 * H * width, before[1])
+
+
 def test_ranks_of_a_step_are_its_gpus_and_planes_have_enough_of_them(tmp_path: Path) -> None:
     """Every way to share out experts, beside contexts, shards, masters that few replicas cut, and tensor ranks."""
     cases = product((1, 2, 4), (1, 2), (1, 2), (1, 2, 3, 4, 6, 12), (1, 2, 4), (0, 1, 3), (1, 2, 3, 6))
@@ -229,6 +243,9 @@ def test_plans_of_a_program_share_out_experts() -> None:
     for one, program, ep in ((dense, "megatron-core", 2), (model, "fsdp2", 2), (model, "megatron-core", 5)):
         with pytest.raises(ConfigError, match=f"with ep={ep}: no sizes divide evenly"):
             search.search(program, one, load("dgx-h100"), 24, 48, [f"ep={ep}"], 1e12, 3)
-    with pytest.raises(ConfigError, match=r"model.moe.shared: .*all layers are alike"):
-        shared = ModelConfig(family="qwen2_moe", experts=12, experts_per_token=3, **{**sizes, "hidden": 128, "head_dim": None})
-        search.search("megatron-core", shared, load("dgx-h100"), 24, 48, [], 1e12, 3)
+    with pytest.raises(ConfigError, match=r"model.moe.dense is '0': .*all layers are alike"):
+        mixed = ModelConfig(family="mixtral", experts=12, moe=MixtureConfig(dense="0"), **sizes)
+        search.search("megatron-core", mixed, load("dgx-h100"), 24, 48, [], 1e12, 3)
+    shared = ModelConfig(family="qwen2_moe", experts=12, experts_per_token=3, **{**sizes, "hidden": 128, "head_dim": None})
+    (plan,) = search.search("megatron-core", shared, load("dgx-h100"), 24, 48, ["tp=1", "pp=1", "b=2", "ep=4"], 1e12, 1).best
+    assert plan.given["shared"] == 80

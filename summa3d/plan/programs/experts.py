@@ -114,7 +114,7 @@ def grouped(given: Mapping[str, Any]) -> Edit:
     """The edit of a block, traced with as many experts as a token goes to, which become a rank's own, in grouped products.
 
     Tokens travel in 16 bits along the layout's plane. What the library multiplies to weigh a token's experts is element-wise
-    work, and the router's product is of 16 bits and of all experts.
+    work, and the router's product is of 16 bits and of all experts. An expert that all tokens go to is multiplied where they are.
     """
     experts, ep, etp = shape_of(given)
     layout, traced = layout_of(given), int(given.get("top_k") or 1)
@@ -133,8 +133,11 @@ def grouped(given: Mapping[str, Any]) -> Edit:
             words = round(first.m * traced * width * (ep - 1) / ep / parts * travelling(given))
             exchange = move("all_to_all", axis, words, HALF, ops[0].phase)
             yield from (exchange,) * (ep > 1)
-            yield from (_joined(op, own, traced) for op in ops if _is_kept(op))
+            kept = [op for op in ops if _is_kept(op)]
+            yield from (_joined(op, own, traced) for op in kept)
             yield from (exchange,) * (ep > 1)
+            if given.get("shared"):
+                yield from (_of_all(_joined(op, 1, 1), given["shared"], given["ffn"]) for op in kept)
 
     return edit
 
@@ -159,6 +162,18 @@ def _joined(op: Op, own: int, traced: int) -> Op:
         m = -(-m * traced // own)
     size = dtype_of(op.dtype).nbytes * own
     return op._replace(m=m, n=n, k=k, batch=own, read=size * (m * k + k * n), written=size * m * n)
+
+
+def _of_all(op: Op, width: int, of_one: int) -> Op:
+    """An operation of an expert that as many tokens go to as there are, as that of another width, which all go to."""
+    layer = op.layer.replace(".experts.0", ".shared")
+    if op.kind != "product":
+        return op._replace(layer=layer, read=op.read * width // of_one, written=op.written * width // of_one)
+    down = op.layer.endswith(".down")
+    wide = {"nn": "k" if down else "n", "nt": "n" if down else "k", "tn": "m" if down else "n"}[op.name]
+    m, n, k = (getattr(op, name) * width // of_one if name == wide else getattr(op, name) for name in "mnk")
+    size = dtype_of(op.dtype).nbytes
+    return op._replace(layer=layer, m=m, n=n, k=k, read=size * (m * k + k * n), written=size * m * n)
 
 
 def _around(op: Op, experts: int, traced: int) -> Op:

@@ -17,7 +17,7 @@ from ...files import text_of
 from .bands import kind_of
 from .devices import cluster_of, device_of, filled
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
-from .step import FULLY, parts_of, widths_of
+from .step import FULLY, ffn_of, parts_of, widths_of
 
 KEYS = {
     **{"source": str, "program": str, "cluster": str, "gpu": str, "gpus_per_node": int, "network": str, "model": dict},
@@ -25,7 +25,7 @@ KEYS = {
     **{"recompute": str, "switches": dict, "seconds": float, "tokens_s_gpu": float, "memory_gib": float, "note": str},
 }
 NEEDED = ("program", "model", "gpus", "batch", "sequence")
-EXPERTS = ("experts", "top_k", "head_dim")
+EXPERTS = ("experts", "top_k", "shared", "head_dim")
 MODEL = (
     "family",
     "layers",
@@ -242,8 +242,8 @@ def _experts_of(
     ranks = given["gpus"] // given["pp"]
     if ranks % (ep * etp):
         raise ConfigError(f"grid.ep·etp = {ep * etp} ranks do not divide the {ranks} of a stage.")
-    result = {"experts": experts, "top_k": chosen, "ep": ep, "etp": etp, "family": "llama"}
-    return result | ({"head_dim": model["head_dim"]} if model.get("head_dim") else {})
+    result = {"experts": experts, "top_k": chosen, "ep": ep, "etp": etp, "family": "llama", "ffn": ffn_of({**given, **model})}
+    return result | {key: model[key] for key in ("head_dim", "shared") if model.get(key)}
 
 
 def _zero_of(grid: Mapping[str, Any]) -> int:

@@ -142,13 +142,9 @@ def _plans(
         sizes["kv_heads"] = model.num_kv_heads
     if model.num_experts:
         sizes |= {"experts": model.num_experts, "top_k": model.num_chosen, "ffn": model.expert_width, "family": "llama"}
-        sizes["head_dim"] = model.head_size
-        more = {"model.moe.shared": model.shared_width, "model.moe.dense": len(model.dense_layers)}
-        if any(more.values()):
-            named = ", ".join(key for key, value in more.items() if value)
-            raise ConfigError(
-                f"{named}: with --program, all layers are alike and have experts that tokens choose, and no others."
-            )
+        sizes |= {"head_dim": model.head_size, "shared": model.shared_width}
+        if model.dense_layers:
+            raise ConfigError(f"model.moe.dense is {model.moe.dense!r}: with --program all layers are alike, and have experts.")
 
     def of(key: str, values: Sequence[Any]) -> Sequence[Any]:
         return (fixed[key],) if key in fixed else values

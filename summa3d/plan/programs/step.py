@@ -144,7 +144,7 @@ def widths_of(given: Mapping[str, Any]) -> dict[str, int]:
     Of a layer of experts, those of all that the token goes to.
     """
     hidden, heads = int(given["hidden"]), int(given["heads"])
-    ffn = ffn_of(given) * (int(given["top_k"]) if given.get("experts") else 1)
+    ffn = ffn_of(given) * int(given["top_k"]) + int(given.get("shared") or 0) if given.get("experts") else ffn_of(given)
     q = heads * head_of(given)
     keys = q * (given.get("kv_heads") or heads) // heads
     gate = ffn if given.get("family") == "llama" else 0
@@ -161,7 +161,8 @@ def parts_of(given: Mapping[str, Any]) -> tuple[int, int]:
     widths, hidden, experts = widths_of(given), int(given["hidden"]), int(given.get("experts") or 0)
     attention = hidden * (widths["q"] + widths["k"] + widths["v"]) + widths["attention"] * hidden
     if experts:
-        return attention + experts * hidden, 3 * experts * hidden * ffn_of(given)
+        dense = attention + experts * hidden + 3 * hidden * int(given.get("shared") or 0)
+        return dense, 3 * experts * hidden * ffn_of(given)
     return attention + hidden * (widths["gate"] + 2 * widths["up"]), 0
 
 
