@@ -22,7 +22,7 @@ from summa3d.plan.programs.bands import band_of, bands, kind_of
 from summa3d.plan.programs.devices import cluster_of, filled
 from summa3d.plan.programs.experts import layout_of, travelling
 from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
-from summa3d.plan.programs.step import block_parameters, rank_parameters, shards_of, step
+from summa3d.plan.programs.step import OPTIMIZER_BYTES, block_parameters, rank_parameters, shards_of, step
 
 MODEL = {"family": "qwen3_moe", "layers": 6, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 80}
 MODEL |= {"experts": 12, "top_k": 3, "vocabulary": 1000}
@@ -161,13 +161,17 @@ def test_ranks_of_a_step_are_its_gpus_and_planes_have_enough_of_them(tmp_path: P
 
 def test_weights_that_are_cut_are_whole_once_over_the_ranks_of_shards_and_experts(tmp_path: Path) -> None:
     """FSDP over 24 ranks, of which 4 have other experts: those of a rank are cut over 6, and no weight goes missing."""
-    held = {}
+    held, bytes_held = {}, {}
     for ep in (1, 4):
         given = read(tmp_path, program="fsdp2", grid={"fsdp": 24, "ep": ep}, recompute="full").given
         layout = layout_of(given, shards_of(given))
         assert (layout.shards, layout.copies) == (24 // ep, 1)
-        held[ep] = rank_parameters(given, 6)[1] / layout.shards
+        own = rank_parameters(given, 6)[1]
+        held[ep], bytes_held[ep] = own / layout.shards, bytes_of(given) - FRAGMENTS * 8 * own / 6  # with two gathered blocks
+        updates = [op.read for op in step(given).after if op.name == "adam"]
+        assert updates[-1] == OPTIMIZER_BYTES * (own // layout.shards)
     assert held[1] == held[4] == 6 * 3 * E * H * F / 24
+    assert bytes_held[1] == pytest.approx(bytes_held[4], rel=1e-9)
     hybrid = read(tmp_path, program="fsdp2", grid={"fsdp": 12, "ep": 12, "dp": 2}).given
     assert layout_of(hybrid, shards_of(hybrid))[3:5] == (1, 2)  # each rank has an expert, and its copy is in the other replica
 
