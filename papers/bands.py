@@ -62,7 +62,7 @@ def as_toml(rows: Sequence[MeasuredStep]) -> Iterator[str]:
     for kind, devices in groups.items():
         enough = {device: errors for device, errors in devices.items() if len(errors) >= FEWEST}
         if enough:
-            yield f"\n[validated.{kind if ',' not in kind else chr(34) + kind + chr(34)}]"
+            yield f'\n[validated."{kind}"]'
             yield from (f'"{device}" = {half_width(errors)}  # {len(errors)} rows' for device, errors in enough.items())
 
 

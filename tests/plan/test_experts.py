@@ -18,7 +18,7 @@ from summa3d.errors import ConfigError
 from summa3d.nn.config import MixtureConfig, ModelConfig
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.programs import rows, search
-from summa3d.plan.programs.bands import band_of, bands, kind_of
+from summa3d.plan.programs.bands import band_of, bands
 from summa3d.plan.programs.devices import cluster_of, filled
 from summa3d.plan.programs.experts import layout_of, travelling
 from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
@@ -241,8 +241,8 @@ def test_plans_of_a_program_share_out_experts() -> None:
     assert {plan.given["ep"] for plan in found.best} == {1, 2, 3, 4, 6, 12}
     kept = {plan.given["ep"]: plan.memory for plan in found.best if plan.given["recompute"] == "none"}
     assert list(kept.values()) != sorted(kept.values()) and kept[12] < kept[4] < kept[1]
-    assert found.band == band_of(kind_of("megatron-core", True), "H100-SXM")[0]
-    assert band_of(kind_of("maxtext", True), "H100-SXM") == (bands()["experts"], False)
+    assert found.band == band_of("megatron-core", "H100-SXM", True)[0]
+    assert band_of("maxtext", "H100-SXM", True) == (bands()["experts"], False)
     dense = ModelConfig(family="llama", **{**sizes, "head_dim": None, "hidden": 128})
     for one, program, ep in ((dense, "megatron-core", 2), (model, "fsdp2", 2), (model, "megatron-core", 5)):
         with pytest.raises(ConfigError, match=f"with ep={ep}: no sizes divide evenly"):

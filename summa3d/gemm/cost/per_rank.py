@@ -24,7 +24,7 @@ from ..algorithms.panels import divided, panels
 from ..algorithms.plan import ProductPlan
 from ..algorithms.summa import SummaPlan, normal
 from ..algorithms.tesseract import TesseractPlan
-from ..pieces.schedule import pieces_of, schedule_of
+from ..pieces.schedule import names_of, pieces_of, schedule_of
 from .steps import Conditions, Cost, GridShape, all_reduce, block_words, combined, gather, scatter
 
 CostOf = Callable[[Any, GridShape, Coordinates, Conditions], Cost]
@@ -80,15 +80,15 @@ def in_pieces(plan: CuboidPlan, grid_shape: GridShape, at: Coordinates, conditio
     """Workspace that pieces add: memory of columns and of sums that are not taken in place, less C's own."""
     memory, order = 0, schedule_of(plan, grid_shape, at, conditions.staged)
     steps = zip("abc", (plan.y, plan.x, plan.z), plan_steps(plan, grid_shape, at), strict=True)
-    fine, names = {"a": plan.a_fine, "b": plan.b_fine}, {"a": plan.a_names, "b": plan.b_names}
+    names, split = names_of(plan), plan.fine_dims
     for operand, axis, step in steps:
         if grid_shape[axis] == 1 or axis in conditions.staged:
             continue
         if operand == "c":
             memory -= conditions.wide * step.workspace // grid_shape[axis]
         else:
-            dim = fine[operand]
-            memory += step.workspace * order.in_columns(operand, dim, order.extents[names[operand][1 - dim]])
+            dim, width = names[operand].index(split[operand]), order.extents[names[operand][1]]
+            memory += step.workspace * order.in_columns(operand, dim, width)
     m, n, _ = plan.local_extents(grid_shape, at)
     return Cost(0, 0, memory + m * n * (order.adds and conditions.scratch))
 

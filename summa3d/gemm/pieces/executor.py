@@ -59,7 +59,7 @@ class PiecedOperand:
         if send is None:
             return coming, None
         part = self.block[send.slices(self.dim)]
-        if not self._in_rows(send):
+        if not send.in_rows(self.dim, self.whole[1]):
             part = self.workspace.copy(self._adjacent(send.moved(self.own[0])), part)
         return coming, self.axis.start_send(part, target)
 
@@ -68,17 +68,13 @@ class PiecedOperand:
         receive = self.rounds[number].receive
         if receive is None:
             return
-        if not self._in_rows(receive):
+        if not receive.in_rows(self.dim, self.whole[1]):
             self.workspace.copy(self.array[receive.slices(self.dim)], self._landing(receive))
         self._widen(receive)
 
-    def _in_rows(self, part: OperandPart) -> bool:
-        """Return whether a part has whole rows."""
-        return self.dim == 0 and part.across == (0, self.whole[1])
-
     def _landing(self, part: OperandPart) -> Array:
         """Buffer in which a part of the gathered block is received."""
-        return self.array[part.slices(0)] if self._in_rows(part) else self._adjacent(part)
+        return self.array[part.slices(0)] if part.in_rows(self.dim, self.whole[1]) else self._adjacent(part)
 
     def _adjacent(self, part: OperandPart) -> Array:
         """Memory of a part, adjacent: of rows of the gathered block, in which parts of the same rows follow each other."""

@@ -46,6 +46,10 @@ class OperandPart(NamedTuple):
         """The same of an array in which the block begins at `start` of the split dim."""
         return OperandPart((start + self.along[0], start + self.along[1]), self.across)
 
+    def in_rows(self, dim: int, width: int) -> bool:
+        """Return whether it is whole rows of an array of this width, whose split dim is `dim`."""
+        return dim == 0 and self.across == (0, width)
+
     def slices(self, dim: int) -> tuple[slice, slice]:
         """The part as rows and columns, where the split dim is `dim`."""
         along, across = slice(*self.along), slice(*self.across)
@@ -135,10 +139,10 @@ class PiecedSchedule(NamedTuple):
             not step.first and all(step.ranges[letter][0] < step.ranges[letter][1] for letter in "mn") for step in self.steps
         )
 
-    def in_columns(self, operand: str, dim: int, extent: int) -> bool:
-        """Return whether parts of A or B, split along `dim`, are no whole rows, of `extent` elements, of what is gathered."""
+    def in_columns(self, operand: str, dim: int, width: int) -> bool:
+        """Return whether parts of A or B, split along `dim`, are no whole rows of what is gathered, of this width."""
         parts = (part for item in self.rounds[operand] for part in (item.receive, item.send) if part is not None)
-        return any(dim == 1 or part.across != (0, extent) for part in parts)
+        return not all(part.in_rows(dim, width) for part in parts)
 
     def messages(self, operand: str, size: int, index: int) -> int:
         """Messages that the rank receives of a, b or c, which is cut, as member `index` of an axis of `size` members."""
@@ -234,7 +238,7 @@ def _shared(part: DimRange, other: DimRange) -> DimRange:
 
 def shared(ranges: DimRanges, other: DimRanges) -> DimRanges | None:
     """The ranges of a step that lie in a part of C, given by its ranges of m and n; None where none do."""
-    both = {letter: (max(ranges[letter][0], other[letter][0]), min(ranges[letter][1], other[letter][1])) for letter in "mn"}
+    both = {letter: _shared(ranges[letter], other[letter]) for letter in "mn"}
     return {**ranges, **both} if all(low < high for low, high in both.values()) else None
 
 

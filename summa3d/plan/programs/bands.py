@@ -23,13 +23,13 @@ def kind_of(program: str, experts: object) -> str:
     return f"{program}, experts" if experts else program
 
 
-def band_of(kind: str, device: str) -> tuple[float, bool]:
-    """The half-width of the band, a part of the predicted seconds, and whether it is of rows of this kind on this device.
+def band_of(program: str, device: str, experts: object = None) -> tuple[float, bool]:
+    """The half-width of the band, a part of the predicted seconds, and whether it is of such rows of the program on this device.
 
-    Where there are none, it is the pooled band of machines whose own rows were left out, with experts that of all their rows.
+    experts : whether the model has some. Where there are no rows, it is the pooled band of machines whose own rows were left out,
+    with experts that of all their rows.
     """
-    own = bands()["validated"].get(kind, {})
-    pooled = bands()["experts" if kind == kind_of(kind.partition(",")[0], True) else "pooled"]
+    own, pooled = bands()["validated"].get(kind_of(program, experts), {}), bands()["experts" if experts else "pooled"]
     return (float(own[device]), True) if device in own else (float(pooled), False)
 
 

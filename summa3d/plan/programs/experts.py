@@ -160,8 +160,7 @@ def _joined(op: Op, own: int, traced: int) -> Op:
         k = -(-k * traced // own)
     else:
         m = -(-m * traced // own)
-    size = dtype_of(op.dtype).nbytes * own
-    return op._replace(m=m, n=n, k=k, batch=own, read=size * (m * k + k * n), written=size * m * n)
+    return _sized(op, m, n, k, own)
 
 
 def _of_all(op: Op, width: int, of_one: int) -> Op:
@@ -172,8 +171,7 @@ def _of_all(op: Op, width: int, of_one: int) -> Op:
     down = op.layer.endswith(".down")
     wide = {"nn": "k" if down else "n", "nt": "n" if down else "k", "tn": "m" if down else "n"}[op.name]
     m, n, k = (getattr(op, name) * width // of_one if name == wide else getattr(op, name) for name in "mnk")
-    size = dtype_of(op.dtype).nbytes
-    return op._replace(layer=layer, m=m, n=n, k=k, read=size * (m * k + k * n), written=size * m * n)
+    return _sized(op._replace(layer=layer), m, n, k)
 
 
 def _around(op: Op, experts: int, traced: int) -> Op:
@@ -183,4 +181,10 @@ def _around(op: Op, experts: int, traced: int) -> Op:
     if not op.layer.endswith(".router"):
         return Op("elements", op.phase, op.layer, "weigh", read=op.read, written=op.written, dtype=op.dtype)
     m, n, k = (experts if size == traced else size for size in (op.m, op.n, op.k))
-    return op._replace(m=m, n=n, k=k, read=2 * (m * k + k * n), written=2 * m * n, dtype=HALF)
+    return _sized(op._replace(dtype=HALF), m, n, k)
+
+
+def _sized(op: Op, m: int, n: int, k: int, batch: int = 1) -> Op:
+    """A product of other sizes, with the bytes of its operands and of its result."""
+    size = dtype_of(op.dtype).nbytes * batch
+    return op._replace(m=m, n=n, k=k, batch=batch, read=size * (m * k + k * n), written=size * m * n)

@@ -41,7 +41,7 @@ def _line(row: MeasuredStep) -> dict[str, Any]:
         predicted, memory = step(row.given).seconds(row.cluster), bytes_of(row.given)
     except Summa3dError as error:
         return {"name": row.name, "program": row.program, "device": row.device, "refused": str(error)}
-    width, validated = band_of(row.kind, row.device)
+    width, validated = band_of(row.program, row.device, row.given.get("experts"))
     line = {"name": row.name, "program": row.program, "device": row.device, "seconds": row.seconds, "predicted": predicted}
     line |= {"error": predicted / row.seconds - 1, "band": width, "validated": validated}
     line["inside"] = abs(row.seconds / predicted - 1) <= width

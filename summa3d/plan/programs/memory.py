@@ -12,7 +12,7 @@ from ...dtypes import dtype_of
 from .edits import inputs_kept
 from .experts import layout_of
 from .programs import PROGRAMS
-from .step import expert_owners_of, in_flight, on_of, owners_of, rank_parameters, setting, shards_of, stages_of, widths_of
+from .step import in_flight, on_of, rank_parameters, replicas_of, setting, shards_of, stages_of, widths_of
 
 RESERVE = 2.5 * 2**30
 """Bytes of a context, of NCCL's buffers and of kernels' workspace."""
@@ -62,9 +62,9 @@ def _states(given: Mapping[str, Any], layers: int, at_end: bool) -> float:
     program, tables = PROGRAMS[given["profile"]], at_end * (1 if given["pp"] > 1 or given.get("tied") else 2)
     dense, of_experts = rank_parameters(given)
     held = dense * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
-    kept = held / shards_of(given) * (program.kept + 12 / owners_of(given))
-    parts = layout_of(given, shards_of(given)).shards
-    kept += of_experts * layers / parts * (program.kept + 12 / expert_owners_of(given))
+    shards, replicas = shards_of(given), replicas_of(given)
+    kept = held / shards * (program.kept + 12 / replicas[0].owners)
+    kept += of_experts * layers / layout_of(given, shards).shards * (program.kept + 12 / replicas[1].owners)
     return kept + _gathered(given, dense + of_experts, held + of_experts * layers)
 
 

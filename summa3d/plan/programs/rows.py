@@ -26,21 +26,8 @@ KEYS = {
 }
 NEEDED = ("program", "model", "gpus", "batch", "sequence")
 EXPERTS = ("experts", "top_k", "shared", "head_dim")
-MODEL = (
-    "family",
-    "layers",
-    "hidden",
-    "heads",
-    "kv_heads",
-    "ffn",
-    "vocabulary",
-    "sequence",
-    "name",
-    "tied",
-    "tied_head",
-    *EXPERTS,
-)
 SIZES = ("layers", "hidden", "heads", "vocabulary")
+MODEL = ("family", *SIZES, "kv_heads", "ffn", "sequence", "name", "tied", "tied_head", *EXPERTS)
 GRID = ("tp", "sp", "pp", "cp", "ep", "etp", "fsdp", "dp")
 MORE = ("zero", "zero_size", "attention_dropout", "dropout", "scatter")
 """Switches that are not on or off."""

@@ -13,7 +13,7 @@ from ...comm.topology import divisors
 from ...errors import ConfigError, Summa3dError, nearest
 from ...files import toml_value
 from ...nn.config import ModelConfig
-from .bands import band_of, kind_of
+from .bands import band_of
 from .devices import devices
 from .memory import bytes_of
 from .programs import PricedProgram, on_cluster, program_of
@@ -109,7 +109,7 @@ def search(
     nearest_ones = sorted(result)[: top + SIMULATED]
     best = [ProgramPlan(given, step(given).seconds(cluster), held) for _, _, given, held in nearest_ones]
     best = sorted(best, key=lambda plan: (plan.seconds, str(plan)))[:top]
-    return ProgramPlans(own, cluster, best, considered, len(result), *band_of(kind_of(own, model.num_experts), device), refused)
+    return ProgramPlans(own, cluster, best, considered, len(result), *band_of(own, device, model.num_experts), refused)
 
 
 def _fixed(text: str) -> tuple[str, Any]:
@@ -157,8 +157,8 @@ def _plans(
                 for shards in of("shards", [outer] if sharded else [1]) if not left and outer else ():
                     if outer % shards == 0 and outer // shards == fixed.get("dp", outer // shards):
                         grid = {"tp": tp, "pp": pp, "cp": cp, "shards": shards, "dp": outer // shards}
-                        shared = model.num_experts and program.newer and not sharded
-                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if shared else [1]
+                        several = model.num_experts and program.newer and not sharded
+                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if several else [1]
                         for ep in of("ep", among):
                             if ep in among:
                                 yield from _with_grid(sizes, {**grid, "ep": ep}, program, of)

@@ -15,7 +15,7 @@ from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
 from .edits import in_contexts, in_eight_bits
-from .experts import grouped, layout_of, of_other_ranks, shape_of
+from .experts import HALF, grouped, layout_of, of_other_ranks, shape_of
 from .programs import PROGRAMS, edited, edits_of
 
 ORDER = ("y", "cp", "shards", "ep", "zero", "dp", "pp")
@@ -24,7 +24,6 @@ over which masters are cut, others, stages."""
 OPTIMIZER_BYTES = 46
 """Bytes of memory that a step passes for each parameter: 16-bit gradient to float32 (2 + 4), unscaled (4 + 4), its norm (4), Adam
 (16 read, 12 written)."""
-HALF = "bfloat16"
 FULLY = 3
 """The stage of ZeRO that cuts weights, too."""
 
@@ -54,21 +53,11 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
         behind |= {(name, backward): (*behind.get((name, backward), ()), *hidden)} if hidden else {}
         of_cells[name] = _with(of_cells[name], backward, tuple(op for op in ops if op not in hidden))
     late, early, after = _after((held[0] + ends, held[1]), given, on)
+    shape = {"y": tp, "cp": contexts, "shards": shards, "ep": among, "zero": cut, "dp": dp // among // cut, "pp": pp}
     messages = () if pp == 1 or (on.get("overlap_p2p") and chunks > 1) else _messages(words, tp, given.get("scatter", True))
     return PredictedStep(
         of_cells,
-        Topology.checked(
-            {
-                "y": tp,
-                "cp": contexts,
-                "shards": shards,
-                "ep": among,
-                "zero": cut,
-                "dp": dp // among // cut,
-                "pp": pp,
-            },
-            ORDER,
-        ),
+        Topology.checked(shape, ORDER),
         "interleaved" if chunks > 1 else "1f1b",
         stages,
         max(1, -(-given["batch"] // (dp * shards * given["micro_batch"]))),
@@ -287,19 +276,14 @@ class WeightReplicas(NamedTuple):
     whole: str
 
 
-def _replicas(given: Mapping[str, Any]) -> tuple[WeightReplicas, WeightReplicas]:
-    """The replicas of weights that all tokens meet, which cp makes too, and of experts."""
-    contexts, layout = 1 if shards_of(given) > 1 else given.get("cp", 1), layout_of(given, shards_of(given))
+def replicas_of(given: Mapping[str, Any]) -> tuple[WeightReplicas, WeightReplicas]:
+    """The replicas of weights that all tokens meet, which cp makes too, and of experts; as large a part of both owns masters."""
+    shards = shards_of(given)
+    contexts, layout = 1 if shards > 1 else given.get("cp", 1), layout_of(given, shards)
     names = ("cp",) * (contexts > 1) + ("ep",) * (layout.among > 1)
-    sums, whole = "·".join((*names, "zero", "dp")), "·".join((*names, "zero"))
-    dense = WeightReplicas(given["dp"] * contexts, owners_of(given), sums, whole)
-    return dense, WeightReplicas(layout.copies, expert_owners_of(given), layout.sums, layout.whole)
-
-
-def expert_owners_of(given: Mapping[str, Any]) -> int:
-    """Of the ranks with the same experts, those over which the masters and moments of these are cut."""
-    copies, contexts = layout_of(given, shards_of(given)).copies, 1 if shards_of(given) > 1 else given.get("cp", 1)
-    return int(max(1, owners_of(given) * copies // (given["dp"] * contexts)))
+    number, owners = given["dp"] * contexts, owners_of(given)
+    dense = WeightReplicas(number, owners, "·".join((*names, "zero", "dp")), "·".join((*names, "zero")))
+    return dense, WeightReplicas(layout.copies, max(1, owners * layout.copies // number), layout.sums, layout.whole)
 
 
 def _after(
@@ -315,7 +299,7 @@ def _after(
     late, early = ((total,) if staged and behind else ()), ((gather,) if staged and prefetch else ())
     after = (*((gather,) if staged and not prefetch else ()), *((total,) if staged and not behind else ()))
     cut = shards, layout_of(given, shards).shards
-    for many, parts, copies in zip(held, cut, _replicas(given), strict=True):
+    for many, parts, copies in zip(held, cut, replicas_of(given), strict=True):
         if many:
             more = _of_copies(many // parts, copies, given, on)
             late, early, after = (*late, *more[0]), (*early, *more[1]), (*after, *more[2])
