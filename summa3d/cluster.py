@@ -12,7 +12,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .dtypes import DTYPES, EIGHT_BITS
+from .dtypes import DTYPES, NARROW
 from .errors import ClusterError, nearest
 from .files import from_toml, replace_text, text_of
 
@@ -98,6 +98,10 @@ class Level:
     latency: float
 
 
+LARGEST_HOST = 16
+"""Devices of the largest host: larger groups of links are racks."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A cluster: key → number, as its file has them. Levels go from the innermost to the outermost.
@@ -130,6 +134,22 @@ class Cluster:
     def node(self) -> int:
         """Ranks of the innermost level."""
         return self.levels[0].size
+
+    def filled(self, ranks: int) -> Cluster:
+        """The cluster as a job of `ranks` ranks uses it: of racks, which have several hosts, as many ranks as divide them all.
+
+        Of a rack of 72 that is 64, for a job of 128, and 64 of its 72 ports. A host's ranks are all taken before the next one's.
+        """
+        if len(self.levels) < 3:
+            return self
+        inner, outer, network = self.levels[-3:]
+        if outer.size <= LARGEST_HOST or ranks <= outer.size or ranks % outer.size == 0:
+            return self
+        fitting = [size for size in range(inner.size, outer.size, inner.size) if ranks % size == 0]
+        if not fitting:
+            return self
+        ports = max(1, network.ports * fitting[-1] // outer.size)
+        return self.replaced({f"{outer.name}.size": fitting[-1], f"{network.name}.ports": ports}, "assumed")
 
     def ranks_per_node(self, ranks: int) -> int:
         """Number of the `ranks` ranks that communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""
@@ -275,7 +295,7 @@ def tables_of(numbers: Mapping[str, Number], level_names: Sequence[str], digits:
 
 def _limits(level_names: tuple[str, ...]) -> dict[str, Range]:
     links = {f"{level}.{key}": limit for level in level_names for key, limit in LINKS.items()}
-    return DEVICE | {f"peak.{dtype}": PEAK for dtype in (*DTYPES, EIGHT_BITS)} | links
+    return DEVICE | {f"peak.{dtype}": PEAK for dtype in (*DTYPES, *NARROW)} | links
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

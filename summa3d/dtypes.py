@@ -39,8 +39,8 @@ FLOATS = ("float32", "float64", "bfloat16", "float16")
 """The dtypes of weights, the default first."""
 HALVES = tuple(name for name in FLOATS if DTYPES[name].nbytes == 2)
 """The 16-bit floats, whose sums are accumulated in float32."""
-EIGHT_BITS = "float8"
-"""The dtype of products of other programs on devices, which the planner prices and nothing here computes in."""
+NARROW = {"float8": 8, "float4": 4}
+"""Dtype → bits of an element, of products of other programs on devices, which the planner prices and nothing here computes in."""
 LETTERS = {name: dtype.letter for name, dtype in DTYPES.items() if dtype.letter}
 """Dtype → letter of its products in a BLAS."""
 

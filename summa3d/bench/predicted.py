@@ -40,7 +40,7 @@ def of_block(entry: BlockEntry, case: Case, cluster: Cluster) -> float:
     from ..plan.replay import replay
 
     topology = Topology.checked(dict(entry.grid))
-    prices = Prices(cluster, topology)
+    prices = Prices(cluster.filled(topology.size), topology)
     traces = cells(setting_of(entry, case, cluster.ranks_per_node(topology.size)))[BLOCK]
     return case.config.layers * sum(replay(trace, prices).seconds for trace in traces)
 

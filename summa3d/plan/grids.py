@@ -134,7 +134,7 @@ def compare(
     if memory is None and cluster is not None and cluster.numbers["device.memory"].source != "assumed":
         memory = cluster["device.memory"]
     limit = None if memory is None else usable(memory)
-    times = None if cluster is None else Times(cluster, Exact(), config.train)
+    times = None if cluster is None else Times(cluster.filled(ranks), Exact(), config.train)
     rows = []
     for number, item in enumerate(asked):
         tell(number, len(asked))
@@ -169,7 +169,7 @@ def seconds_of(config: Config, cluster: Cluster) -> float:
 
     Raises LayoutError and GridError for ragged sizes that fit a scheme's layers, and not the planner.
     """
-    return _priced(config, Times(cluster, Exact(), config.train))
+    return _priced(config, Times(cluster.filled(prod(config.grid.axes.values())), Exact(), config.train))
 
 
 def _priced(config: Config, times: Times) -> float:

@@ -19,7 +19,7 @@ from summa3d.nn.config import MixtureConfig, ModelConfig
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.programs import rows, search
 from summa3d.plan.programs.bands import band_of, bands
-from summa3d.plan.programs.devices import cluster_of, filled
+from summa3d.plan.programs.devices import cluster_of
 from summa3d.plan.programs.experts import layout_of, travelling
 from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
 from summa3d.plan.programs.step import OPTIMIZER_BYTES, block_parameters, rank_parameters, shards_of, step
@@ -229,9 +229,11 @@ def test_a_rack_is_filled_by_as_many_as_divide_the_job_and_has_the_ports_of_its_
     rack = cluster_of("GB200", 4, "4x400Gb/s")
     assert rack["network.ports"] == cluster_of("GB200", 4, "1.6Tb/s")["network.ports"] == 72
     assert rack["network.bandwidth"] == cluster_of("GB200", 4, "1.6Tb/s")["network.bandwidth"]
-    sizes = {gpus: filled(rack, gpus).levels[1].size for gpus in (64, 72, 128, 144, 256, 360)}
-    assert sizes == {64: 72, 72: 72, 128: 64, 144: 72, 256: 64, 360: 72}
-    assert filled(cluster_of("H100"), 12) is not None and filled(cluster_of("H100"), 12).levels[0].size == 8
+    sizes = {gpus: rack.filled(gpus).levels[1].size for gpus in (64, 72, 128, 144, 256, 360, 96, 74)}
+    assert sizes == {64: 72, 72: 72, 128: 64, 144: 72, 256: 64, 360: 72, 96: 48, 74: 72}
+    assert rack.filled(128)["network.ports"] == 64 and rack.filled(96)["network.ports"] == 48
+    assert rack.filled(128).filled(128) == rack.filled(128)
+    assert cluster_of("H100").filled(12) == cluster_of("H100") and load("frontier").filled(12) == load("frontier")
 
 
 def test_plans_of_a_program_share_out_experts() -> None:
@@ -253,3 +255,24 @@ def test_plans_of_a_program_share_out_experts() -> None:
     shared = ModelConfig(family="qwen2_moe", experts=12, experts_per_token=3, **{**sizes, "hidden": 128, "head_dim": None})
     (plan,) = search.search("megatron-core", shared, load("dgx-h100"), 24, 48, ["tp=1", "pp=1", "b=2", "ep=4"], 1e12, 1).best
     assert plan.given["shared"] == 80
+
+
+def test_plans_of_a_program_take_its_switches_and_fill_racks() -> None:
+    """16 ranks of experts lie on two nodes; tokens that go to a node once are fewer, and a fused kernel keeps no scores."""
+    sizes = {"layers": 6, "hidden": 96, "heads": 4, "head_dim": 32, "sequence": 64, "vocabulary": 1000, "ffn": 80}
+    model = ModelConfig(family="mixtral", experts=16, experts_per_token=6, **sizes)
+    fixes = ["tp=1", "pp=1", "b=2", "ep=16", "recompute=none"]
+
+    def best(*more: str, cluster: str = "dgx-h100", ranks: int = 16) -> search.ProgramPlan:
+        return search.search("megatron-core", model, load(cluster), ranks, 4 * ranks, [*fixes, *more], 1e12, 1).best[0]
+
+    assert best("tokens_once=true").seconds < best().seconds == best("tokens_once=false").seconds
+    assert best().given["expert_nodes"] == 2 and best(cluster="gb200-nvl72").given["expert_nodes"] == 1
+    assert best("fused_attention=false").memory > best().memory
+    whole, filled = load("gb200-nvl72"), load("gb200-nvl72").filled(128)
+    assert best(cluster="gb200-nvl72", ranks=128).seconds == step(best(ranks=128).given | {"expert_nodes": 1}).seconds(filled)
+    assert step(best(ranks=128).given | {"expert_nodes": 1}).seconds(whole) != step(best(ranks=128).given).seconds(filled)
+    with pytest.raises(ConfigError, match="tokens_once takes true or false: a token travels once"):
+        best("tokens_once=2")
+    with pytest.raises(ConfigError, match="nearest key is tokens_once"):
+        best("token_once=true")

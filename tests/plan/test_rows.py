@@ -24,7 +24,7 @@ from summa3d.plan.cells import BLOCK
 from summa3d.plan.price import Prices
 from summa3d.plan.programs import judge, rows
 from summa3d.plan.programs.bands import FILE, own_band
-from summa3d.plan.programs.devices import cluster_of, device_of, ports_of
+from summa3d.plan.programs.devices import cluster_of, device_of, devices, ports_of
 from summa3d.plan.programs.memory import bytes_of
 from summa3d.plan.programs.programs import PROGRAMS, program_of
 from summa3d.plan.programs.step import balanced_layers, step
@@ -110,8 +110,8 @@ def test_gpus_networks_and_programs_are_known_in_any_spelling() -> None:
     assert (slow.levels[-1].ports, slow.levels[-1].bandwidth) == (1, pytest.approx(0.9 * 12.5e9))
     assert (four.levels[0].size, four.levels[-1].ports) == (4, 4)
     assert cluster_of("A100", newer=False)["product.half"] != cluster_of("A100")["product.half"]
-    assert [program_of(name)[0] for name in ("NeMo 24.09", "Megatron-LM", "torchtitan", "llm-foundry", "DeepSpeed ZeRO-3")] == [
-        *("megatron-core", "megatron-core", "fsdp2", "fsdp", "deepspeed-zero")
+    assert [program_of(name)[0] for name in ("NeMo 24.09", "Megatron-LM", "torchtitan", "llm-foundry", "NeMo AutoModel")] == [
+        *("megatron-core", "megatron-core", "fsdp2", "fsdp", "fsdp2")
     ]
 
 
@@ -203,7 +203,7 @@ def test_products_in_eight_bits_cost_their_own_rate_and_their_casts(tmp_path: Pa
     What is gathered is cast by its owners, in half as many bytes: of two ranks each casts half.
     """
     wide = {"model": {**MODEL, "hidden": 8192, "heads": 64, "ffn": 28672}}
-    (half,), (eight,) = (read(tmp_path, {**wide, "dtype": dtype}) for dtype in ("bfloat16", "fp8"))
+    (half,), (eight,) = (read(tmp_path, {**wide, "dtype": dtype}) for dtype in ("bf16", "fp8"))
     cells = step(eight.given).cells
     products = [op for way in cells[BLOCK] for op in way if op.kind == "product" and op.name != "attention"]
     casts = [op for way in cells[BLOCK] for op in way if op.name == "cast"]
@@ -225,7 +225,40 @@ def test_products_in_eight_bits_cost_their_own_rate_and_their_casts(tmp_path: Pa
     )  # of 2.5 micro-batches in flight, on four layers: outputs of norms, and down's input
     assert bytes_of(half.given) - bytes_of(eight.given) == pytest.approx(1.06 * halved)
     (ampere,) = read(tmp_path, {"gpu": "A100", "dtype": "fp8"})
-    assert any("no peak.float8" in remark for remark in ampere.remarks) and not ampere.given["eight_bits"]
+    assert any("no peak.float8" in remark for remark in ampere.remarks) and not ampere.given["narrow"]
+
+
+def test_products_in_four_bits_gather_and_cast_less_than_in_eight(tmp_path: Path) -> None:
+    """A fourth of the words of 16 bits is gathered, and a cast writes an element of 4 bits twice; elsewhere the next wider dtype."""
+    half, eight, four = (read(tmp_path, {"gpu": "GB200", "dtype": dtype})[0] for dtype in ("bfloat16", "mxfp8", "NVFP4"))
+    words, casts = zip(*(_gathered_and_cast(row) for row in (half, eight, four)), strict=True)
+    assert words[0] == 2 * words[1] == 4 * words[2] > 0 and casts[0] == [] and four.remarks == half.remarks
+    assert all(op.written == op.read for op in casts[1]) and all(2 * op.written == op.read for op in casts[2])
+    assert (four.given["narrow"], eight.given["narrow"]) == ("float4", "float8")
+    assert step(four.given).seconds(four.cluster) < step(eight.given).seconds(eight.cluster)
+    assert bytes_of(half.given) - bytes_of(four.given) == pytest.approx(1.5 * (bytes_of(half.given) - bytes_of(eight.given)))
+    (hopper,), (other,) = read(tmp_path, {"gpu": "H100", "dtype": "nvfp4"}), read(tmp_path, {"dtype": "posit16"})
+    assert hopper.given["narrow"] == "float8" and any("in 8 bits: dgx-h100 has no peak.float4" in said for said in hopper.remarks)
+    assert other.given["narrow"] == "" and "dtype 'posit16' is priced as bfloat16" in other.remarks
+
+
+def _gathered_and_cast(row: rows.MeasuredStep) -> tuple[int, list[Op]]:
+    ops = [op for way in step(row.given).cells[BLOCK] for op in way]
+    return sum(op.words for op in ops if op.name == "all_gather"), [op for op in ops if op.name == "cast"]
+
+
+def test_every_gpu_that_is_known_prices_a_row(tmp_path: Path) -> None:
+    """On an older or a smaller one a step is longer; links and memory that a GPU has for itself are its cluster's."""
+    took = {gpu: seconds(tmp_path, gpu=gpu) for gpu in devices()}
+    assert (
+        took["GB300"] < took["GB200"] < took["B200"] < took["H100-SXM"] < took["A100-SXM-80GB"] < took["A40"] < took["RTX-3090"]
+    )
+    assert took["MI355X"] < took["MI300X"] < took["MI250X"] and took["H20"] > took["H100-SXM"]
+    assert cluster_of("B200")["rack.size"] == cluster_of("B300", 8, "8x800Gb/s")["rack.size"] == 8
+    for gpu, about in devices().items():
+        known = load(about["cluster"]).numbers
+        named = {**about, **about.get("newer", {})}.keys() - {"names", "cluster", "newer"}
+        assert named <= known.keys(), named - known.keys()
 
 
 def test_a_gpt_may_share_heads_of_k_and_v(tmp_path: Path) -> None:
@@ -535,7 +568,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
     [
         *(("dgxc", 0.04, 0.9, None), ("others", 0.05, 0.9, 0.04), ("bridge", 0.06, 0.75, None)),
         *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
-        ("experts", 0.15, 0.9, None),
+        ("experts", 0.15, 0.85, None),
     ],
 )
 def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:

@@ -65,17 +65,6 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
     return cluster.replaced(known, "datasheet")
 
 
-def filled(cluster: Cluster, gpus: int) -> Cluster:
-    """The cluster, of whose largest group of links a job uses as many GPUs in each as divide its own: 64 of 72 in a rack."""
-    if len(cluster.levels) < 3:
-        return cluster
-    inner, outer = cluster.levels[-3], cluster.levels[-2]
-    if gpus <= outer.size or gpus % outer.size == 0:
-        return cluster
-    fitting = [size for size in range(inner.size, outer.size, inner.size) if gpus % size == 0]
-    return cluster.replaced({f"{outer.name}.size": float(fitting[-1])}, "assumed") if fitting else cluster
-
-
 def ports_of(network: str) -> tuple[int, float]:
     """(Ports of a node, 0 where only their sum is said; bytes per second of one, or of all); (0, 0) where it says no rate.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 
 from ...dry.record import Op
-from ...dtypes import EIGHT_BITS, dtype_of
+from ...dtypes import NARROW, dtype_of
 from ..cells import Cell, OpTrace
 
 Edit = Callable[[Cell], Cell]
@@ -131,22 +131,27 @@ def eager(trace: OpTrace) -> Iterable[Op]:
         yield op._replace(read=int(times * op.read), written=int(times * op.written)) if times > 1 else op
 
 
-@of_each_trace
-def in_eight_bits(trace: OpTrace) -> Iterable[Op]:
-    """Products of a block run in 8 bits, for which an operand of each is cast, and is written transposed too.
+def narrowed(dtype: str) -> Edit:
+    """The edit that runs a block's products in 8 or 4 bits, for which an operand of each is cast, and is written transposed too.
 
-    What is gathered is cast before: each rank casts its own part, and half as many words of 16 bits travel.
+    What is gathered is cast before: each rank casts its own part, and a half or a fourth as many words of 16 bits travel.
     """
-    gathered, received = "", 0
-    for op in trace:
-        if op.kind == "move" and op.name == "all_gather":
-            gathered, received, op = op.layer, op.words, op._replace(words=-(-op.words // 2))
-        elif op.kind == "product" and op.name != "attention":
-            size = op.m * op.k * op.batch
-            size -= received if op.layer == gathered and received < size <= 2 * received else 0
-            yield Op("elements", op.phase, op.layer, "cast", read=2 * size, written=2 * size)
-            op = op._replace(dtype=EIGHT_BITS)
-        yield op
+    share = 16 // NARROW[dtype]
+
+    @of_each_trace
+    def edit(trace: OpTrace) -> Iterable[Op]:
+        gathered, received = "", 0
+        for op in trace:
+            if op.kind == "move" and op.name == "all_gather":
+                gathered, received, op = op.layer, op.words, op._replace(words=-(-op.words // share))
+            elif op.kind == "product" and op.name != "attention":
+                size = op.m * op.k * op.batch
+                size -= received if op.layer == gathered and received < size <= 2 * received else 0
+                yield Op("elements", op.phase, op.layer, "cast", read=2 * size, written=4 * size // share)
+                op = op._replace(dtype=dtype)
+            yield op
+
+    return edit
 
 
 def recomputed(cell: Cell, again: Iterable[Op]) -> Cell:

@@ -13,6 +13,7 @@ from itertools import groupby
 from math import gcd
 from typing import Any, NamedTuple
 
+from ...cluster import Cluster
 from ...dry.record import Op
 from ...dtypes import dtype_of
 from ..cells import Cell, OpTrace
@@ -77,6 +78,13 @@ def _enough(names: Sequence[str], sizes: Mapping[str, int], ranks: int) -> list[
             break
         result, product = [*result, name], product * sizes[name]
     return result or [REPLICAS]
+
+
+def nodes_of_experts(given: Mapping[str, Any], cluster: Cluster) -> dict[str, int]:
+    """Return what `travelling` reads: over how many of the largest groups of links the ranks of a layer's experts lie."""
+    experts, ep, etp = shape_of(given)
+    node = max(level.size for level in cluster.levels)
+    return {"expert_nodes": -(-ep * etp // node) if node else 1} if experts else {}
 
 
 def travelling(given: Mapping[str, Any]) -> float:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ...dry.record import ENTER, LEAVE
 from ...dry.step import Setting, run
-from ...dtypes import dtype_of
+from ...dtypes import NARROW, dtype_of
 from .edits import inputs_kept
 from .experts import layout_of
 from .programs import PROGRAMS
@@ -45,7 +45,7 @@ def bytes_of(given: Mapping[str, Any]) -> float:
     pp, chunks = given["pp"], given.get("chunks", 1)
     parts = _activations(setting(given))
     rows = given["micro_batch"] * given["sequence"] // given.get("cp", 1)
-    apart = _apart(given, rows) + _inputs(given, rows) - _halved(given, rows)
+    apart = _apart(given, rows) + _inputs(given, rows) - _narrowed(given, rows)
     of_block = min(parts.block + apart, _kept(given, rows))
     micro_batches = max(1, given["batch"] // (given["dp"] * given.get("shards", 1) * given["micro_batch"]))
     sizes = []
@@ -86,12 +86,12 @@ def _gathered(given: Mapping[str, Any], block: float, held: float) -> float:
     return held * (2 + dtype_of(PROGRAMS[given["profile"]].sums).nbytes) if given["pp"] > 1 else 8 * block
 
 
-def _halved(given: Mapping[str, Any], rows: int) -> float:
-    """Bytes less of a block that keeps operands of products in 8 bits: both norms, attention beside its own, down's."""
-    if not given.get("eight_bits") or given.get("recompute", "full") == "full":
+def _narrowed(given: Mapping[str, Any], rows: int) -> float:
+    """Bytes less of a block that keeps operands of products in 8 or 4 bits: both norms, attention beside its own, down's."""
+    if not given.get("narrow") or given.get("recompute", "full") == "full":
         return 0.0
     width = widths_of(given)["up"] - given["hidden"]
-    return rows * (width / given["tp"] + 2 * given["hidden"] / _owners_of_rows(given))
+    return (2 - NARROW[given["narrow"]] / 8) * rows * (width / given["tp"] + 2 * given["hidden"] / _owners_of_rows(given))
 
 
 def _owners_of_rows(given: Mapping[str, Any]) -> int:

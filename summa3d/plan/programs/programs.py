@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import reduce
 from typing import NamedTuple
@@ -146,7 +147,7 @@ PROGRAMS = {
 """Name → program."""
 ALIASES = {
     "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "colossal"),
-    "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "axolotl", "torchtune"),
+    "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "axolotl", "torchtune", "automodel", "nemo-automodel"),
     "fsdp": ("mosaicml", "llm-foundry", "composer", "mpt"),
     "deepspeed-zero": ("deepspeed", "zero"),
     "nanotron": ("nanotron",),
@@ -156,13 +157,14 @@ ALIASES = {
 
 
 def program_of(name: str) -> tuple[str, PricedProgram]:
-    """The program of a name, or of one that begins as an alias does; and its own name. Raises ConfigError for others."""
-    key = name.strip().lower().replace("_", "-")
+    """The program of a name, or of the longest alias that it begins with; and its own name. Raises ConfigError for others."""
+    key = re.sub(r"[\s_]+", "-", name.strip().lower())
     if key in PROGRAMS:
         return key, PROGRAMS[key]
-    for own, begins in ALIASES.items():
-        if any(key.startswith(item) for item in (own, *begins)):
-            return own, PROGRAMS[own]
+    begins = {item: own for own, items in ALIASES.items() for item in (own, *items) if key.startswith(item)}
+    if begins:
+        own = begins[max(begins, key=len)]
+        return own, PROGRAMS[own]
     raise ConfigError(f"unknown program {name!r}; the nearest is {nearest(key, list(PROGRAMS))}. Known: {', '.join(PROGRAMS)}.")
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 from ...cluster import Cluster, load
 from ...comm.topology import divisors
-from ...dtypes import EIGHT_BITS
+from ...dtypes import NARROW
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .bands import kind_of
-from .devices import cluster_of, device_of, filled
+from .devices import cluster_of, device_of
+from .experts import nodes_of_experts
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
 from .step import FULLY, ffn_of, parts_of, widths_of
 
@@ -32,8 +33,10 @@ GRID = ("tp", "sp", "pp", "cp", "ep", "etp", "fsdp", "dp")
 MORE = ("zero", "zero_size", "attention_dropout", "dropout", "scatter")
 """Switches that are not on or off."""
 RECOMPUTE = ("none", "selective", "full")
-EIGHT = ("fp8", "float8", "mxfp8")
-"""How dtypes begin whose products of blocks run in 8 bits."""
+BEGINS = {"float8": ("fp8", "float8", "mxfp8"), "float4": ("fp4", "float4", "mxfp4", "nvfp4")}
+"""A dtype in which products of blocks run → how what rows call it begins."""
+HALVES = ("bf16", "bfloat16", "fp16", "float16", "half", "mixed")
+"""How dtypes begin whose products have 16 bits."""
 SINGLE = ("fp32", "float32", "tf32")
 """How dtypes begin whose products run as TF32, at half the rate of those in 16 bits."""
 FAMILIES = {
@@ -157,7 +160,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
             device_of(row["gpu"]),
         )
     dtype = str(row.get("dtype") or "bfloat16").lower()
-    cluster, eight = _in_dtype(on_cluster(program, cluster), dtype, remarks)
+    cluster, narrow = _in_dtype(on_cluster(program, cluster), dtype, remarks)
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
@@ -167,16 +170,14 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         **grid,
         "scheme": "oned-sp" if (row.get("grid") or {}).get("sp") and grid["tp"] > 1 else "oned",
         **{"chunks": row.get("chunks") or 1, "recompute": recompute_of(row.get("recompute") or "none"), "switches": on},
-        "eight_bits": eight,
+        "narrow": narrow,
         "tied": bool(model.get("tied") or model.get("tied_head")),
         "dropout": 0.0,
         "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
     }
     given |= _experts_of(model, row.get("grid") or {}, given, remarks)
-    cluster = filled(cluster, row["gpus"])
-    if given.get("experts"):
-        node = max(level.size for level in cluster.levels)
-        given["expert_nodes"] = -(-given["ep"] * given["etp"] // node) if node else 1
+    cluster = cluster.filled(row["gpus"])
+    given |= nodes_of_experts(given, cluster)
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
     zero = int(switches.get("zero", _zero_of(row.get("grid") or {})))
@@ -250,16 +251,20 @@ def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
 
 
-def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> tuple[Cluster, bool]:
-    """The cluster with its rate of products in a dtype, and whether they run in 8 bits; what is assumed is added to `remarks`."""
+def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> tuple[Cluster, str]:
+    """The cluster with its rate of products in a dtype, and theirs if it has less than 16 bits; `remarks` get what is assumed."""
     if dtype.startswith(SINGLE):
         remarks.append(f"products in {dtype} are assumed at half the rate of those in 16 bits")
-        return cluster.replaced({"product.efficiency": cluster["product.efficiency"] / 2}, "assumed"), False
-    eight = dtype.startswith(EIGHT)
-    if eight and f"peak.{EIGHT_BITS}" not in cluster.numbers:
-        remarks.append(f"products in {dtype} are priced in 16 bits: {cluster.name} has no peak.{EIGHT_BITS}")
-        return cluster, False
-    return cluster, eight
+        return cluster.replaced({"product.efficiency": cluster["product.efficiency"] / 2}, "assumed"), ""
+    narrow = next((name for name, begins in BEGINS.items() if dtype.startswith(begins)), "")
+    if not narrow and not dtype.startswith(HALVES):
+        remarks.append(f"dtype {dtype!r} is priced as bfloat16")
+    wider = [name for name in NARROW if narrow and NARROW[name] >= NARROW[narrow] and f"peak.{name}" in cluster.numbers]
+    priced = min(wider, key=NARROW.__getitem__, default="")
+    if priced != narrow:
+        bits = NARROW.get(priced, 16)
+        remarks.append(f"products in {dtype} are priced in {bits} bits: {cluster.name} has no peak.{narrow}")
+    return cluster, priced
 
 
 def program_name(row: Mapping[str, Any], model: Mapping[str, Any], given: Mapping[str, Any]) -> str:

@@ -15,8 +15,9 @@ from ...files import toml_value
 from ...nn.config import ModelConfig
 from .bands import band_of
 from .devices import devices
+from .experts import nodes_of_experts
 from .memory import bytes_of
-from .programs import PricedProgram, on_cluster, program_of
+from .programs import SWITCHES, PricedProgram, on_cluster, program_of
 from .step import FULLY, step
 
 SHORT = {"y": "tp", "t": "tp", "grid.y": "tp", "p": "pp", "grid.pp": "pp", "d": "dp", "grid.dp": "dp", "fsdp": "shards"}
@@ -84,17 +85,18 @@ def search(
 ) -> ProgramPlans:
     """The fastest plans of a program on `ranks` ranks.
 
-    fix : KEY=VALUE that plans must have. limit : bytes of a rank. Raises ConfigError for an unknown program, key or value, and
-    where no plan is left.
+    fix : KEY=VALUE that plans must have, of sizes and of the program's switches. limit : bytes of a rank. Raises ConfigError for
+    an unknown program, key or value, and where no plan is left.
     """
     own, program = program_of(name)
     fixed = dict(_fixed(text) for text in fix)
-    cluster = on_cluster(program, cluster)
+    cluster = on_cluster(program, cluster.filled(ranks))
     result: list[tuple[float, int, dict[str, Any], float]] = []
     refused: list[str] = []
     considered = 0
     for given in _plans(own, program, model, ranks, batch, fixed):
         considered += 1
+        given |= nodes_of_experts(given, cluster)
         try:
             held = bytes_of(given)
             if held <= limit:
@@ -116,8 +118,8 @@ def _fixed(text: str) -> tuple[str, Any]:
     """The key and the value of KEY=VALUE. Raises ConfigError for others."""
     short, equals, value = (part.strip() for part in text.partition("="))
     key = SHORT.get(short, short)
-    if not equals or key not in (*NUMBERS, *TEXTS):
-        known = [*NUMBERS, *TEXTS, *SHORT]
+    if not equals or key not in (*NUMBERS, *TEXTS, *SWITCHES):
+        known = [*NUMBERS, *TEXTS, *SHORT, *SWITCHES]
         raise ConfigError(
             f"--fix {text}: the nearest key is {nearest(short, known)}. With --program it takes {', '.join(known)}."
         )
@@ -126,6 +128,8 @@ def _fixed(text: str) -> tuple[str, Any]:
         raise ConfigError(f"--fix {text}: {short} takes {', '.join(TEXTS[key])}.")
     if key in NUMBERS and not (type(number) is int and number >= (key != "zero")):
         raise ConfigError(f"--fix {text}: {short} takes a whole number of at least {int(key != 'zero')}.")
+    if key in SWITCHES and type(number) is not bool:
+        raise ConfigError(f"--fix {text}: {short} takes true or false: {SWITCHES[key]}.")
     return key, value if key in TEXTS else number
 
 
@@ -135,8 +139,9 @@ def _plans(
     """Arguments of `step.step` for every plan whose sizes divide evenly."""
     sizes: dict[str, Any] = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "sequence": model.sequence}
     sizes |= {"vocabulary": model.vocabulary, "gpus": ranks, "batch": batch, "ffn": model.ffn_dim, "profile": name}
-    fused = program.switches.get("fused_attention", name == "summa3d")
-    sizes |= {"dropout": 0.0 if fused else 0.1, "family": "llama" if model.family == "llama" else "gpt2"}
+    switches = {key: value for key, value in fixed.items() if key in SWITCHES}
+    fused = {**program.switches, **switches}.get("fused_attention", name == "summa3d")
+    sizes |= {"switches": switches, "dropout": 0.0 if fused else 0.1, "family": "llama" if model.family == "llama" else "gpt2"}
     sizes["tied"] = model.tied
     if model.grouped:
         sizes["kv_heads"] = model.num_kv_heads

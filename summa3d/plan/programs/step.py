@@ -14,7 +14,7 @@ from ...nn.config import ModelConfig
 from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
-from .edits import in_contexts, in_eight_bits
+from .edits import in_contexts, narrowed
 from .experts import HALF, grouped, layout_of, of_other_ranks, shape_of
 from .programs import PROGRAMS, edited, edits_of
 
@@ -33,8 +33,8 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
 
     May have chunks (1), recompute ("full"), cp (1), shards (1: of weights, gathered before use), switches, dropout (0.1).
     slots : layers' places in the pipeline that the embedding and the head take, one each. zero : 1, where each replica
-    updates a part of the parameters, of all or of `zero_size` neighbours; 3, where weights are cut, too. eight_bits : whether
-    blocks' products run in 8 bits. scatter : whether messages of the pipeline travel in parts.
+    updates a part of the parameters, of all or of `zero_size` neighbours; 3, where weights are cut, too. narrow : the dtype of
+    blocks' products, where that has less than 16 bits. scatter : whether messages of the pipeline travel in parts.
     """
     tp, pp, dp, chunks = given["tp"], given["pp"], given["dp"], given.get("chunks", 1)
     among = layout_of(given).among
@@ -90,7 +90,7 @@ def _cells(given: Mapping[str, Any], on: Mapping[str, bool]) -> dict[str, Cell]:
             of_setting = of_setting | {BLOCK: of_other_ranks(of_experts)(of_setting[BLOCK])}
         of_setting = of_setting | {BLOCK: grouped(given)(of_setting[BLOCK])}
     result = {name: edited(cell, edits) for name, cell in of_setting.items()}
-    return result | {BLOCK: in_eight_bits(result[BLOCK])} if given.get("eight_bits") else result
+    return result | {BLOCK: narrowed(given["narrow"])(result[BLOCK])} if given.get("narrow") else result
 
 
 def setting(given: Mapping[str, Any]) -> Setting:
