@@ -229,7 +229,7 @@ def test_products_in_eight_bits_cost_their_own_rate_and_their_casts(tmp_path: Pa
 
 
 def test_products_in_four_bits_gather_and_cast_less_than_in_eight(tmp_path: Path) -> None:
-    """A fourth of the words of 16 bits is gathered, and a cast writes an element of 4 bits twice; elsewhere the next wider dtype."""
+    """A fourth of the words of 16 bits is gathered, a cast writes 4 bits twice; a GPU without has the next wider dtype."""
     half, eight, four = (read(tmp_path, {"gpu": "GB200", "dtype": dtype})[0] for dtype in ("bfloat16", "mxfp8", "NVFP4"))
     words, casts = zip(*(_gathered_and_cast(row) for row in (half, eight, four)), strict=True)
     assert words[0] == 2 * words[1] == 4 * words[2] > 0 and casts[0] == [] and four.remarks == half.remarks
@@ -255,7 +255,7 @@ def test_every_gpu_that_is_known_prices_a_row(tmp_path: Path) -> None:
     )
     assert took["MI355X"] < took["MI300X"] < took["MI250X"] and took["H20"] > took["H100-SXM"]
     assert cluster_of("B200")["rack.size"] == cluster_of("B300", 8, "8x800Gb/s")["rack.size"] == 8
-    for gpu, about in devices().items():
+    for about in devices().values():
         known = load(about["cluster"]).numbers
         named = {**about, **about.get("newer", {})}.keys() - {"names", "cluster", "newer"}
         assert named <= known.keys(), named - known.keys()
