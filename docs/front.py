@@ -48,7 +48,7 @@ def is_line(grid: dict[str, int]) -> bool:
 KINDS = {"1-D": ("cuboid", is_line), "2-D (SUMMA)": ("summa", None), "3-D": ("cuboid", None)}
 """An algorithm, and which of its grids count; of these the one that moves the fewest words does."""
 PANELS = ("losses", "words", "rows")
-FITTED = ("published", "nemo", "mosaicml", "blackwell", "nanotron")
+FITTED = ("published", "nemo", "mosaicml", "blackwell", "nanotron", "bigscience")
 """Files of papers/rows that numbers of clusters and programs were fitted to; the others were read afterwards."""
 
 

@@ -11,7 +11,10 @@ from summa3d.plan.programs.rows import MeasuredStep, read
 from summa3d.plan.programs.step import step
 
 ROWS = Path(__file__).parent / "rows"
-FILES = ("nemo", "mosaicml", "published", "dgxc", "others", "bridge", "blackwell", "torchtitan", "nanotron", "experts")
+FILES = (
+    *("nemo", "mosaicml", "published", "dgxc", "others", "bridge", "blackwell", "torchtitan", "nanotron", "experts"),
+    "bigscience",
+)
 WITHIN = 0.9
 """Of the rows, how many lie inside the band that they make."""
 LEAST = 0.05
@@ -29,7 +32,7 @@ BEFORE = {
 }
 """Device → what was assumed of it before its own rows were seen: with that, they are rows of a machine left out. FlashAttention-1
 is half as fast as its second version, as the paper of that says (arXiv 2307.08691)."""
-NOT_LEFT_OUT = ("ptdp:", "github vinjn/nanotron-ultrascale-playbook")
+NOT_LEFT_OUT = ("ptdp:", "github vinjn/nanotron-ultrascale-playbook", "github bigscience-workshop/")
 """Rows that numbers of their machine are fitted to, and those that a program is what it is by."""
 
 

@@ -25,9 +25,9 @@ from summa3d.plan.price import Prices
 from summa3d.plan.programs import judge, rows
 from summa3d.plan.programs.bands import FILE, own_band
 from summa3d.plan.programs.devices import cluster_of, device_of, devices, ports_of
-from summa3d.plan.programs.memory import bytes_of
+from summa3d.plan.programs.memory import FRAGMENTS, bytes_of
 from summa3d.plan.programs.programs import PROGRAMS, program_of
-from summa3d.plan.programs.step import balanced_layers, step
+from summa3d.plan.programs.step import balanced_layers, rank_parameters, stages_of, step
 
 ROOT = Path(__file__).parent.parent.parent
 PUBLISHED = ROOT / "papers/rows"
@@ -240,6 +240,62 @@ def test_products_in_four_bits_gather_and_cast_less_than_in_eight(tmp_path: Path
     (hopper,), (other,) = read(tmp_path, {"gpu": "H100", "dtype": "nvfp4"}), read(tmp_path, {"dtype": "posit16"})
     assert hopper.given["narrow"] == "float8" and any("in 8 bits: dgx-h100 has no peak.float4" in said for said in hopper.remarks)
     assert other.given["narrow"] == "" and "dtype 'posit16' is priced as bfloat16" in other.remarks
+
+
+def test_heads_that_no_tensor_core_takes_are_multiplied_at_the_rate_of_float32(tmp_path: Path) -> None:
+    """Of 1,024 columns 16 heads have 64 each; 27 of 972 have 36, no multiple of 8. A fused kernel takes a head rounded up."""
+    plain = {
+        "program": "megatron-2021",
+        "gpu": "A100",
+        "gpus": 1,
+        "grid": {},
+        "chunks": 1,
+        "batch": 2,
+        "model": {**MODEL, "family": "gpt"},
+    }
+
+    def core(heads: int, hidden: int, **more: Any) -> list[Op]:
+        model = {**plain["model"], "heads": heads, "kv_heads": heads, "hidden": hidden}
+        (row,) = read(tmp_path, {**plain, "model": model, **more})
+        ops = [op for way in step(row.given).cells[BLOCK] for op in way if op.kind == "product"]
+        assert all(op.dtype == "bfloat16" for op in ops if not op.layer.endswith(".core"))
+        return [op for op in ops if op.layer.endswith(".core")]
+
+    assert {op.dtype for op in core(16, 1024)} == {"bfloat16"} and {op.dtype for op in core(27, 972)} == {"float32"}
+    even, uneven = core(27, 27 * 40), core(27, 972)
+    assert len(even) == len(uneven) == 6 and [op._replace(dtype="float32", read=0, written=0) for op in even] == [
+        op._replace(**{name: 40 if getattr(op, name) == 36 else getattr(op, name) for name in "mnk"}, read=0, written=0)
+        for op in uneven
+    ]
+    fused = {"program": "megatron-core", "switches": {"fused_attention": True}}
+    assert {(op.name, op.dtype) for op in core(27, 972, **fused)} == {("attention", "bfloat16")}
+
+
+def test_a_program_without_fused_attention_has_none_in_its_rows(tmp_path: Path) -> None:
+    older, newer = (
+        read(tmp_path, {"program": name, "recompute": "full"})[0].given["attention_dropout"] for name in ("megatron-2021", "nemo")
+    )
+    assert older > newer == 0
+
+
+def test_bigsciences_host_waits_for_every_kernel_and_its_stages_have_slots(tmp_path: Path) -> None:
+    base = {"program": "BLOOM", "gpu": "A100", "dtype": "fp16", "chunks": 1, "recompute": "full"}
+    row, other, wide = read(tmp_path, base, {**base, "program": "megatron-2021"}, {**base, "program": "bigscience-bf16"})
+    assert (row.program, row.cluster["elements.launch"]) == ("bigscience", 2e-4) and other.cluster["elements.launch"] < 2e-5
+    more = step(row.given).seconds(row.cluster) - step(other.given).seconds(other.cluster)
+    counts = [sum(op.kind == "elements" for way in step(row.given).cells[BLOCK] for op in way)]
+    micro_batches, layers = 64 // (4 * 2), 8
+    assert more > 0.9 * 1.9e-4 * counts[0] * layers // 2 * micro_batches
+    assert bytes_of(wide.given) - bytes_of(row.given) == pytest.approx(FRAGMENTS * 4 * _held(row.given), rel=1e-9)
+    (slots,) = read(tmp_path, {**base, "grid": {"tp": 2, "pp": 5, "dp": 4}, "gpus": 40, "switches": {"slots": 2}})
+    assert stages_of(slots.given) == (1, 2, 2, 2, 1) and not slots.remarks[1:]
+    with pytest.raises(ConfigError, match=r"switches.slots = 3 is neither 2, a place in the pipeline"):
+        read(tmp_path, {**base, "switches": {"slots": 3}})
+
+
+def _held(given: Mapping[str, Any]) -> float:
+    """The parameters of the fuller of two stages: half of the layers, and the table that is tied or not."""
+    return rank_parameters(given, 4)[0] + given["vocabulary"] * given["hidden"] / given["tp"]
 
 
 def _gathered_and_cast(row: rows.MeasuredStep) -> tuple[int, list[Op]]:
@@ -568,7 +624,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
     [
         *(("dgxc", 0.04, 0.9, None), ("others", 0.05, 0.9, 0.04), ("bridge", 0.06, 0.75, None)),
         *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
-        ("experts", 0.15, 0.85, None),
+        *(("experts", 0.15, 0.85, None), ("bigscience", 0.04, 0.85, 0.08)),
     ],
 )
 def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:

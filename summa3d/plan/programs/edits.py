@@ -51,6 +51,19 @@ def strided_attention(cell: Cell) -> Cell:
     return without(without(cell, "attention.core", ("clone",)), "attention.qkv", ("add_",))
 
 
+TENSOR_CORE = 8
+"""Elements of 16 bits of which a row of an operand has a multiple where tensor cores multiply it."""
+
+
+@of_each_trace
+def uneven_heads(trace: OpTrace) -> Iterable[Op]:
+    """Products of attention whose heads are no multiple of tensor cores' rows run without them, at the rate of float32."""
+    for op in trace:
+        uneven = any(size % TENSOR_CORE for size in (op.m, op.n, op.k))
+        batched = op.kind == "product" and op.name != "attention" and op.layer.endswith(".core")
+        yield op._replace(dtype="float32") if batched and uneven else op
+
+
 @of_each_trace
 def sums_of_halves(trace: OpTrace) -> Iterable[Op]:
     """Megatron adds up 16-bit summands in 16 bits; ours are added in float32, in an all-reduce or one after the other."""

@@ -24,6 +24,7 @@ from .edits import (
     inputs_kept,
     strided_attention,
     sums_of_halves,
+    uneven_heads,
     unfused,
     whole_square,
     workspace_copies,
@@ -63,7 +64,8 @@ class PricedProgram(NamedTuple):
     beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its input, where all
     else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes to start the work of
     a block's two passes, below which no device does it. balanced : whether stages have as many parameters, of the head too,
-    and not as many blocks, one stage a rank. broadcasts : the tensors of a block, whole ones of which an owner updates and
+    and not as many blocks, one stage a rank. launch : seconds in which a kernel starts, where the host waits for every one; 0, as
+    on the cluster. broadcasts : the tensors of a block, whole ones of which an owner updates and
     broadcasts by itself, one after the other; 0, where all gather from all.
     """
 
@@ -82,6 +84,7 @@ class PricedProgram(NamedTuple):
     host: float = 0.0
     balanced: bool = False
     broadcasts: int = 0
+    launch: float = 0.0
 
 
 PROGRAMS = {
@@ -90,6 +93,11 @@ PROGRAMS = {
     "optimus-2021": PricedProgram("Optimus", (workspace_copies,)),
     "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
     "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
+    "bigscience": PricedProgram(
+        "Megatron-DeepSpeed as of 2022 (BLOOM), whose host waits for every kernel",
+        (fused_softmax, strided_attention, sums_of_halves),
+        launch=2e-4,
+    ),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
     "internevo": PricedProgram(
@@ -145,6 +153,9 @@ PROGRAMS = {
     ),
 }
 """Name → program."""
+PROGRAMS["bigscience-bf16"] = PROGRAMS["bigscience"]._replace(
+    about="the same with gradients of 16 bits and their sums of 32", kept=10
+)
 ALIASES = {
     "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "colossal"),
     "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "axolotl", "torchtune", "automodel", "nemo-automodel"),
@@ -152,6 +163,7 @@ ALIASES = {
     "deepspeed-zero": ("deepspeed", "zero"),
     "nanotron": ("nanotron",),
     "internevo": ("internlm",),
+    "bigscience": ("bloom",),
 }
 """Name of a program → how others begin whose steps are priced as its."""
 
@@ -169,9 +181,11 @@ def program_of(name: str) -> tuple[str, PricedProgram]:
 
 
 def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
-    """The cluster with the ports that the program uses, its broadcasts' chunks, and the rate of fused attention by its kernel."""
+    """The cluster with a program's ports, launches, chunks of its broadcasts, and the rate of its kernel of fused attention."""
     if program.broadcasts:
         cluster = cluster.replaced({"collectives.chunk": CHUNK}, "assumed")
+    if program.launch:
+        cluster = cluster.replaced({"elements.launch": program.launch}, "assumed")
     if program.ports:
         cluster = cluster.replaced({"network.ports": float(program.ports)}, "assumed")
     if not program.kernel or not cluster["attention.forward"]:
@@ -188,7 +202,9 @@ def edited(cell: Cell, edits: Iterable[Callable[[Cell], Cell]]) -> Cell:
 def edits_of(program: PricedProgram, on: Mapping[str, bool], recompute: str) -> tuple[Edit, ...]:
     """The edits of a program whose switches are these, and which computes so much again."""
     edits = [*program.edits]
-    if on.get("fused_attention") and not on.get("causal"):
+    if not on.get("fused_attention"):
+        edits.append(uneven_heads)
+    elif not on.get("causal"):
         edits.append(whole_square)
     if "fused_accumulation" in on:
         edits.append(accumulated if on["fused_accumulation"] else accumulated_apart)

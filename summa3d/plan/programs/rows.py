@@ -30,7 +30,7 @@ EXPERTS = ("experts", "top_k", "shared", "head_dim")
 SIZES = ("layers", "hidden", "heads", "vocabulary")
 MODEL = ("family", *SIZES, "kv_heads", "ffn", "sequence", "name", "tied", "tied_head", *EXPERTS)
 GRID = ("tp", "sp", "pp", "cp", "ep", "etp", "fsdp", "dp")
-MORE = ("zero", "zero_size", "attention_dropout", "dropout", "scatter")
+MORE = ("zero", "zero_size", "slots", "attention_dropout", "dropout", "scatter")
 """Switches that are not on or off."""
 RECOMPUTE = ("none", "selective", "full")
 BEGINS = {"float8": ("fp8", "float8", "mxfp8"), "float4": ("fp4", "float4", "mxfp4", "nvfp4")}
@@ -173,7 +173,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         "narrow": narrow,
         "tied": bool(model.get("tied") or model.get("tied_head")),
         "dropout": 0.0,
-        "attention_dropout": 0.0 if on.get("fused_attention", True) else 0.1,
+        "attention_dropout": 0.0 if on.get("fused_attention", name == "summa3d") else 0.1,
     }
     given |= _experts_of(model, row.get("grid") or {}, given, remarks)
     cluster = cluster.filled(row["gpus"])
@@ -185,7 +185,9 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     if not (_is(size, int) and size >= 1 and grid["dp"] % size == 0):
         fitting = ", ".join(map(str, divisors(grid["dp"])))
         raise ConfigError(f"switches.zero_size = {size!r} is no whole number that divides dp {grid['dp']}: {fitting}.")
-    given |= {"zero": zero, "zero_size": size}
+    if (slots := switches.get("slots", 0)) not in (0, 2):
+        raise ConfigError(f"switches.slots = {slots!r} is neither 2, a place in the pipeline each for embedding and head, nor 0.")
+    given |= {"zero": zero, "zero_size": size, "slots": slots}
     if zero == FULLY and given["shards"] == 1:
         given |= {"shards": given["dp"], "dp": 1}
     tokens = row["batch"] * row["sequence"]
