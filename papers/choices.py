@@ -7,7 +7,8 @@ from typing import Any
 
 from summa3d.cluster import Cluster, load
 from summa3d.plan.formulas import hardware_flops
-from summa3d.plan.programs.step import in_flight, step
+from summa3d.plan.programs.sizes import in_flight
+from summa3d.plan.programs.step import step
 
 from .paper import table_of
 

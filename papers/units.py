@@ -9,7 +9,8 @@ from summa3d.cluster import Cluster
 from summa3d.plan.formulas import hardware_flops, model_flops
 from summa3d.plan.predict import PredictedStep
 from summa3d.plan.programs.experts import HALF
-from summa3d.plan.programs.step import block_parameters, step
+from summa3d.plan.programs.sizes import block_parameters
+from summa3d.plan.programs.step import step
 
 from .fit import Predict
 

@@ -18,7 +18,7 @@ from summa3d.dry.step import Setting
 from summa3d.nn.config import ModelConfig
 from summa3d.plan.cells import BLOCK, cells
 from summa3d.plan.formulas import bubble
-from summa3d.plan.programs.step import in_flight
+from summa3d.plan.programs.sizes import in_flight
 
 pytestmark = pytest.mark.papers
 LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")

@@ -22,7 +22,8 @@ from summa3d.plan.programs.bands import band_of, bands
 from summa3d.plan.programs.devices import cluster_of
 from summa3d.plan.programs.experts import layout_of, travelling
 from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
-from summa3d.plan.programs.step import OPTIMIZER_BYTES, block_parameters, rank_parameters, shards_of, step
+from summa3d.plan.programs.sizes import block_parameters
+from summa3d.plan.programs.step import OPTIMIZER_BYTES, rank_parameters, step
 
 MODEL = {"family": "qwen3_moe", "layers": 6, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 80}
 MODEL |= {"experts": 12, "top_k": 3, "vocabulary": 1000}
@@ -150,7 +151,7 @@ def test_ranks_of_a_step_are_its_gpus_and_planes_have_enough_of_them(tmp_path: P
         switches = {"zero": zero, "zero_size": size}
         row = read(tmp_path, gpus=6 * tp * pp * cp, grid=grid, switches=switches, sequence=128, batch=12)
         shape = step(row.given).topology.shape
-        layout = layout_of(row.given, shards_of(row.given))
+        layout = layout_of(row.given)
         assert prod(shape.values()) == row.given["gpus"], (grid, switches)
         assert layout.copies * layout.shards * ep * etp == 6 * tp * cp
         for plane, ranks in ((layout.exchange, ep), (layout.sums, layout.copies)):
@@ -164,7 +165,7 @@ def test_weights_that_are_cut_are_whole_once_over_the_ranks_of_shards_and_expert
     held, bytes_held = {}, {}
     for ep in (1, 4):
         given = read(tmp_path, program="fsdp2", grid={"fsdp": 24, "ep": ep}, recompute="full").given
-        layout = layout_of(given, shards_of(given))
+        layout = layout_of(given)
         assert (layout.shards, layout.copies) == (24 // ep, 1)
         own = rank_parameters(given, 6)[1]
         held[ep], bytes_held[ep] = own / layout.shards, bytes_of(given) - FRAGMENTS * 8 * own / 6  # with two gathered blocks
@@ -173,7 +174,7 @@ def test_weights_that_are_cut_are_whole_once_over_the_ranks_of_shards_and_expert
     assert held[1] == held[4] == 6 * 3 * E * H * F / 24
     assert bytes_held[1] == pytest.approx(bytes_held[4], rel=1e-9)
     hybrid = read(tmp_path, program="fsdp2", grid={"fsdp": 12, "ep": 12, "dp": 2}).given
-    assert layout_of(hybrid, shards_of(hybrid))[3:5] == (1, 2)  # each rank has an expert, and its copy is in the other replica
+    assert layout_of(hybrid)[3:5] == (1, 2)  # each rank has an expert, and its copy is in the other replica
 
 
 def test_planes_are_the_innermost_ranks_that_are_enough(tmp_path: Path) -> None:

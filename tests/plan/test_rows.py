@@ -27,7 +27,8 @@ from summa3d.plan.programs.bands import FILE, own_band
 from summa3d.plan.programs.devices import cluster_of, device_of, devices, ports_of
 from summa3d.plan.programs.memory import FRAGMENTS, bytes_of
 from summa3d.plan.programs.programs import PROGRAMS, program_of
-from summa3d.plan.programs.step import balanced_layers, rank_parameters, stages_of, step
+from summa3d.plan.programs.sizes import balanced_layers, stages_of
+from summa3d.plan.programs.step import rank_parameters, step
 
 ROOT = Path(__file__).parent.parent.parent
 PUBLISHED = ROOT / "papers/rows"
@@ -291,6 +292,46 @@ def test_bigsciences_host_waits_for_every_kernel_and_its_stages_have_slots(tmp_p
     assert stages_of(slots.given) == (1, 2, 2, 2, 1) and not slots.remarks[1:]
     with pytest.raises(ConfigError, match=r"switches.slots = 3 is neither 2, a place in the pipeline"):
         read(tmp_path, {**base, "switches": {"slots": 3}})
+
+
+GIGABYTES = {
+    "7B": (
+        (3, 1, 3, 0, 75),
+        (3, 1, 1, 1, 72),
+        (4, 4, 1, 0, 61),
+        (4, 1, 4, 0, 69),
+        (4, 1, 1, 1, 56),
+        (5, 1, 1, 1, 49),
+        (5, 1, 5, 0, 62),
+    ),
+    "20B": ((8, 1, 1, 1, 78), (8, 8, 1, 1, 71), (16, 1, 1, 1, 40), (16, 8, 1, 1, 39), (16, 1, 16, 0, 52)),
+}
+"""InternEvo, doc/en/train_performance.md, commit 3a665e8: GPUs (A800), tp, pp, whether FSDP, gigabytes."""
+
+
+def test_internevo_holds_as_many_gigabytes_as_its_page_says(tmp_path: Path) -> None:
+    """Its owners hold ten bytes a parameter beside masters and moments; and no plan of its page's that ran is above 79.1 GiB."""
+    errors = []
+    for name, table in GIGABYTES.items():
+        hidden, layers, ffn, heads = (4096, 32, 11008, 32) if name == "7B" else (5120, 60, 13824, 40)
+        model = {"family": "llama", "layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocabulary": 103168}
+        for gpus, tp, pp, cut, gigabytes in table:
+            dp = gpus // tp // pp
+            grid = {"tp": tp, "pp": pp, **({"fsdp": dp, "dp": 1} if cut else {"dp": dp})}
+            row = {
+                "program": "internevo",
+                "gpu": "A800",
+                "model": model,
+                "gpus": gpus,
+                "grid": grid,
+                "chunks": 1,
+                "micro_batch": 1,
+            }
+            (step_of,) = read(tmp_path, {**row, "batch": 4 * dp, "recompute": "full", "switches": {"zero": 3 if cut else 1}})
+            errors.append(bytes_of(step_of.given) / gigabytes / 2**30 - 1)
+    assert max(map(abs, errors)) < 0.2 and median(map(abs, errors)) < 0.08
+    ran = [row for row in rows.read(PUBLISHED / "others.json") if row.program == "internevo"]
+    assert len(ran) == 46 and max(bytes_of(row.given) for row in ran) < load("selene")["device.memory"]
 
 
 def _held(given: Mapping[str, Any]) -> float:

@@ -19,17 +19,12 @@ from ...dtypes import dtype_of
 from ..cells import Cell, OpTrace
 from ..price import move
 from .edits import Edit, of_each_trace
+from .sizes import shape_of, shards_of
 
 EXPERT = re.compile(r"\.experts\.(\d+)")
 HALF = "bfloat16"
 REPLICAS = "zero·dp"
 """The plane of replicas but for those that share out experts."""
-
-
-def shape_of(given: Mapping[str, Any]) -> tuple[int, int, int]:
-    """(Experts of a layer, ranks that hold different ones, ranks that split each); (0, 1, tp) of a model without."""
-    tp = int(given["tp"])
-    return int(given.get("experts") or 0), int(given.get("ep") or 1), int(given.get("etp") or tp)
 
 
 class ExpertLayout(NamedTuple):
@@ -49,8 +44,8 @@ class ExpertLayout(NamedTuple):
     whole: str
 
 
-def layout_of(given: Mapping[str, Any], cut: int = 1) -> ExpertLayout:
-    """The layout of a row's experts, whose other weights are cut over so many ranks.
+def layout_of(given: Mapping[str, Any]) -> ExpertLayout:
+    """The layout of a row's experts.
 
     Experts take the innermost ranks: those of the tensor ranks that do not split one, contexts, shards, then replicas. Where they
     take a part of a plane, messages are priced along all of it.
@@ -64,6 +59,7 @@ def layout_of(given: Mapping[str, Any], cut: int = 1) -> ExpertLayout:
     need = ep * (etp if etp < tp else 1)
     exchange = _enough(inner, sizes, need)
     ranks = tp * cp * shards * dp // (ep * etp) or 1
+    cut = shards_of(given)
     parts = gcd(ranks, max(1, cut * tp // (ep * etp))) if cut > 1 else 1
     outer = _enough([REPLICAS, *(name for name in ("ep", "cp", "y") if sizes[name] > 1)], sizes, ranks // parts)
     sums = "·".join(name for name in sizes if name in outer)

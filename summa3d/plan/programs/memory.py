@@ -12,7 +12,8 @@ from ...dtypes import NARROW, dtype_of
 from .edits import inputs_kept
 from .experts import layout_of
 from .programs import PROGRAMS
-from .step import in_flight, on_of, rank_parameters, replicas_of, setting, shards_of, stages_of, widths_of
+from .sizes import in_flight, shards_of, stages_of, widths_of
+from .step import on_of, rank_parameters, replicas_of, setting
 
 RESERVE = 2.5 * 2**30
 """Bytes of a context, of NCCL's buffers and of kernels' workspace."""
@@ -63,8 +64,8 @@ def _states(given: Mapping[str, Any], layers: int, at_end: bool) -> float:
     dense, of_experts = rank_parameters(given)
     held = dense * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
     shards, replicas = shards_of(given), replicas_of(given)
-    kept = held / shards * (program.kept + 12 / replicas[0].owners)
-    kept += of_experts * layers / layout_of(given, shards).shards * (program.kept + 12 / replicas[1].owners)
+    kept = held / shards * (program.kept + program.owned / replicas[0].owners)
+    kept += of_experts * layers / layout_of(given).shards * (program.kept + program.owned / replicas[1].owners)
     return kept + _gathered(given, dense + of_experts, held + of_experts * layers)
 
 

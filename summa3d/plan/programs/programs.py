@@ -60,7 +60,8 @@ class PricedProgram(NamedTuple):
     sums : dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits.
     contention : the part of their time for which gathers of weights, and sums over replicas, slow down the arithmetic that
     they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master
-    and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum. logits : bytes of a logit
+    and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum. owned : bytes of those, which
+    ZeRO cuts. logits : bytes of a logit
     beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its input, where all
     else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes to start the work of
     a block's two passes, below which no device does it. balanced : whether stages have as many parameters, of the head too,
@@ -78,6 +79,7 @@ class PricedProgram(NamedTuple):
     contention: float = 0.0
     newer: bool = False
     kept: int = 6
+    owned: int = 12
     logits: int = 0
     results: tuple[str, ...] = ()
     ports: int = 0
@@ -109,6 +111,7 @@ PROGRAMS = {
         contention=CONTENTION,
         newer=True,
         kept=4,
+        owned=22,
         broadcasts=9,
     ),
     "nanotron": PricedProgram(

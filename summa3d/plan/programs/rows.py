@@ -18,7 +18,7 @@ from .bands import kind_of
 from .devices import cluster_of, device_of
 from .experts import nodes_of_experts
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
-from .step import FULLY, ffn_of, parts_of, widths_of
+from .sizes import FULLY, ffn_of, parts_of, widths_of
 
 KEYS = {
     **{"source": str, "program": str, "cluster": str, "gpu": str, "gpus_per_node": int, "network": str, "model": dict},

@@ -18,7 +18,8 @@ from .devices import devices
 from .experts import nodes_of_experts
 from .memory import bytes_of
 from .programs import SWITCHES, PricedProgram, on_cluster, program_of
-from .step import FULLY, step
+from .sizes import FULLY
+from .step import step
 
 SHORT = {"y": "tp", "t": "tp", "grid.y": "tp", "p": "pp", "grid.pp": "pp", "d": "dp", "grid.dp": "dp", "fsdp": "shards"}
 SHORT |= {"b": "micro_batch", "v": "chunks", "pipeline.chunks": "chunks", "replicas.zero": "zero", "grid.cp": "cp"}

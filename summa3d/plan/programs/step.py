@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 from ...comm.topology import Topology
 from ...dry.record import ENTER, LEAVE, Op
 from ...dry.step import Setting
-from ...layout import split_sizes
 from ...nn.config import ModelConfig
 from ..cells import BLOCK, Cell, OpTrace, cells
 from ..predict import PredictedStep
 from ..price import move
 from .edits import in_contexts, narrowed
-from .experts import HALF, grouped, layout_of, of_other_ranks, shape_of
+from .experts import HALF, grouped, layout_of, of_other_ranks
 from .programs import PROGRAMS, edited, edits_of
+from .sizes import ffn_of, head_of, parts_of, shape_of, shards_of, stages_of
 
 ORDER = ("y", "cp", "shards", "ep", "zero", "dp", "pp")
 """Ranks of a tensor-parallel group are neighbours, then contexts, shards of weights, replicas that share out experts, replicas
@@ -24,8 +24,6 @@ over which masters are cut, others, stages."""
 OPTIMIZER_BYTES = 46
 """Bytes of memory that a step passes for each parameter: 16-bit gradient to float32 (2 + 4), unscaled (4 + 4), its norm (4), Adam
 (16 read, 12 written)."""
-FULLY = 3
-"""The stage of ZeRO that cuts weights, too."""
 
 
 def step(given: Mapping[str, Any]) -> PredictedStep:
@@ -122,86 +120,12 @@ def setting(given: Mapping[str, Any]) -> Setting:
     return Setting(model, given["micro_batch"], scheme, {"y": tp}, dtype=HALF, recompute=(kind, 1), on_device=True)
 
 
-def ffn_of(given: Mapping[str, Any]) -> int:
-    """Width of a feed-forward layer, of one expert where there are any."""
-    return int(given.get("ffn") or 4 * given["hidden"])
-
-
-def widths_of(given: Mapping[str, Any]) -> dict[str, int]:
-    """Columns of what a block's products give for a token: Llama's with its heads of k and v and its gate, or GPT's.
-
-    Of a layer of experts, those of all that the token goes to.
-    """
-    hidden, heads = int(given["hidden"]), int(given["heads"])
-    ffn = ffn_of(given) * int(given["top_k"]) + int(given.get("shared") or 0) if given.get("experts") else ffn_of(given)
-    q = heads * head_of(given)
-    keys = q * (given.get("kv_heads") or heads) // heads
-    gate = ffn if given.get("family") == "llama" else 0
-    return {"q": q, "k": keys, "v": keys, "attention": q, "out": hidden, "gate": gate, "up": ffn, "down": hidden}
-
-
-def head_of(given: Mapping[str, Any]) -> int:
-    """Elements of a head."""
-    return int(given.get("head_dim") or given["hidden"] // given["heads"])
-
-
-def parts_of(given: Mapping[str, Any]) -> tuple[int, int]:
-    """Parameters of a block: those that all tokens meet, and those of all experts."""
-    widths, hidden, experts = widths_of(given), int(given["hidden"]), int(given.get("experts") or 0)
-    attention = hidden * (widths["q"] + widths["k"] + widths["v"]) + widths["attention"] * hidden
-    if experts:
-        dense = attention + experts * hidden + 3 * hidden * int(given.get("shared") or 0)
-        return dense, 3 * experts * hidden * ffn_of(given)
-    return attention + hidden * (widths["gate"] + 2 * widths["up"]), 0
-
-
-def block_parameters(given: Mapping[str, Any]) -> int:
-    """Parameters of a block, with all of its experts."""
-    return sum(parts_of(given))
-
-
 def rank_parameters(given: Mapping[str, Any], layers: int = 1) -> tuple[int, int]:
     """Parameters of so many blocks on a rank: those that all tokens meet, and those of its own experts."""
     dense, of_experts = parts_of(given)
     experts, _, etp = shape_of(given)
     own = of_experts // experts * layout_of(given).own * layers // etp if experts else 0
     return dense * layers // int(given["tp"]), own
-
-
-def stages_of(given: Mapping[str, Any]) -> tuple[int, ...]:
-    """The layers of each stage of a row."""
-    stages = given["pp"] * given.get("chunks", 1)
-    if PROGRAMS[given["profile"]].balanced:
-        return balanced_layers(given["layers"], stages, given["vocabulary"] * given["hidden"] / block_parameters(given))
-    return stage_layers(given["layers"], stages, given.get("slots", 0))
-
-
-def balanced_layers(layers: int, stages: int, head: float) -> tuple[int, ...]:
-    """The layers of each stage, where a stage ends with the layer that would reach its part of all, of which the head is some.
-
-    >>> balanced_layers(16, 4, 3.9)
-    (4, 5, 5, 2)
-    """
-    part, result = (layers + head) / stages, [0] * stages
-    stage = 0
-    for layer in range(1, layers + 1):
-        stage += stage < stages - 1 and layer >= part * (stage + 1)
-        result[stage] += 1
-    return tuple(result)
-
-
-def stage_layers(layers: int, stages: int, slots: int) -> tuple[int, ...]:
-    """The layers of each stage; with two `slots`, the first and the last have one less."""
-    result = split_sizes(layers + slots, stages)
-    if slots:
-        result[0], result[-1] = result[0] - 1, result[-1] - 1
-    return tuple(result)
-
-
-def in_flight(ranks: int, chunks: int, micro_batches: int, rank: int = 0) -> float:
-    """Micro-batches whose inputs a rank of a pipeline keeps, a fraction where it has chunks."""
-    after = ranks - 1 - rank
-    return min(micro_batches, (2 * after + (chunks - 1) * ranks + 1) / chunks if chunks > 1 else after + 1)
 
 
 def _with(cell: Cell, backward: bool, ops: OpTrace) -> Cell:
@@ -244,15 +168,9 @@ def _outside(given: Mapping[str, Any], on: Mapping[str, bool], ends: int) -> dic
 def _whole(many: tuple[int, int], given: Mapping[str, Any]) -> tuple[Op, Op]:
     """The gather of so many weights that are cut, other ones and experts', and the sum of their gradients."""
     shards, axis = shards_of(given), "·".join(("cp",) * (given.get("cp", 1) > 1) + ("shards",))
-    parts = shards, layout_of(given, shards).shards
+    parts = shards, layout_of(given).shards
     words = sum(each * (part - 1) // part for each, part in zip(many, parts, strict=True))
     return move("all_gather", axis, words, HALF), move("reduce_scatter", axis, words, PROGRAMS[given["profile"]].sums)
-
-
-def shards_of(given: Mapping[str, Any]) -> int:
-    """The ranks over which weights are cut (ZeRO-3, FSDP): the shards of all contexts, which have the same weights; or 1."""
-    shards = int(given.get("shards", 1))
-    return shards * int(given.get("cp", 1)) if shards > 1 or given.get("zero") == FULLY else 1
 
 
 def neighbours_of(given: Mapping[str, Any]) -> int:
@@ -279,7 +197,7 @@ class WeightReplicas(NamedTuple):
 def replicas_of(given: Mapping[str, Any]) -> tuple[WeightReplicas, WeightReplicas]:
     """The replicas of weights that all tokens meet, which cp makes too, and of experts; as large a part of both owns masters."""
     shards = shards_of(given)
-    contexts, layout = 1 if shards > 1 else given.get("cp", 1), layout_of(given, shards)
+    contexts, layout = 1 if shards > 1 else given.get("cp", 1), layout_of(given)
     names = ("cp",) * (contexts > 1) + ("ep",) * (layout.among > 1)
     number, owners = given["dp"] * contexts, owners_of(given)
     dense = WeightReplicas(number, owners, "·".join((*names, "zero", "dp")), "·".join((*names, "zero")))
@@ -298,7 +216,7 @@ def _after(
     staged, prefetch, behind = shards > 1 and given["pp"] > 1, on.get("prefetch", True), on.get("overlap_gradients")
     late, early = ((total,) if staged and behind else ()), ((gather,) if staged and prefetch else ())
     after = (*((gather,) if staged and not prefetch else ()), *((total,) if staged and not behind else ()))
-    cut = shards, layout_of(given, shards).shards
+    cut = shards, layout_of(given).shards
     for many, parts, copies in zip(held, cut, replicas_of(given), strict=True):
         if many:
             more = _of_copies(many // parts, copies, given, on)
