@@ -136,20 +136,22 @@ class Cluster:
         return self.levels[0].size
 
     def filled(self, ranks: int) -> Cluster:
-        """The cluster as a job of `ranks` ranks uses it: of racks, which have several hosts, as many ranks as divide them all.
+        """The cluster as a job of `ranks` ranks uses its racks: as many ranks of each, where up to a quarter more racks allow it.
 
-        Of a rack of 72 that is 64, for a job of 128, and 64 of its 72 ports. A host's ranks are all taken before the next one's.
+        Of a rack of 72 that is 64, for a job of 128, and 64 of its 72 ports. Any other job fills one rack after the other, as it
+        does hosts, and groups whose links are no faster than those between them.
         """
-        if len(self.levels) < 3:
-            return self
-        inner, outer, network = self.levels[-3:]
-        if outer.size <= LARGEST_HOST or ranks <= outer.size or ranks % outer.size == 0:
-            return self
-        fitting = [size for size in range(inner.size, outer.size, inner.size) if ranks % size == 0]
-        if not fitting:
-            return self
-        ports = max(1, network.ports * fitting[-1] // outer.size)
-        return self.replaced({f"{outer.name}.size": fitting[-1], f"{network.name}.ports": ports}, "assumed")
+        values: dict[str, float] = {}
+        for inner, rack, outside in zip(self.levels, self.levels[1:], self.levels[2:], strict=False):
+            if rack.size <= LARGEST_HOST or ranks <= rack.size or rack.bandwidth <= 2 * outside.bandwidth:
+                continue
+            fewest = -(-ranks // rack.size)
+            parts = (ranks // many for many in range(fewest, fewest * 5 // 4 + 1) if ranks % many == 0)
+            part = next((size for size in parts if size % inner.size == 0 and size > inner.size), rack.size)
+            if part != rack.size and outside.size % part == 0:
+                values[f"{rack.name}.size"] = part
+                values[f"{outside.name}.ports"] = max(1, outside.ports * part // rack.size)
+        return self.replaced(values, "assumed") if values else self
 
     def ranks_per_node(self, ranks: int) -> int:
         """Number of the `ranks` ranks that communicate in a node's memory, as a dry run's `Setting` takes it; 1 where none do."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from summa3d.cluster import load
+from summa3d.cluster import Cluster, Number, load
 from summa3d.dry.record import Op
 from summa3d.errors import ConfigError
 from summa3d.nn.config import MixtureConfig, ModelConfig
@@ -230,11 +230,22 @@ def test_a_rack_is_filled_by_as_many_as_divide_the_job_and_has_the_ports_of_its_
     rack = cluster_of("GB200", 4, "4x400Gb/s")
     assert rack["network.ports"] == cluster_of("GB200", 4, "1.6Tb/s")["network.ports"] == 72
     assert rack["network.bandwidth"] == cluster_of("GB200", 4, "1.6Tb/s")["network.bandwidth"]
-    sizes = {gpus: rack.filled(gpus).levels[1].size for gpus in (64, 72, 128, 144, 256, 360, 96, 74)}
-    assert sizes == {64: 72, 72: 72, 128: 64, 144: 72, 256: 64, 360: 72, 96: 48, 74: 72}
+    sizes = {gpus: rack.filled(gpus).levels[1].size for gpus in (64, 72, 128, 144, 256, 360, 96, 74, 76, 152, 200, 2048)}
+    assert sizes == {64: 72, 72: 72, 128: 64, 144: 72, 256: 64, 360: 72, 96: 48, 74: 72, 76: 72, 152: 72, 200: 72, 2048: 64}
     assert rack.filled(128)["network.ports"] == 64 and rack.filled(96)["network.ports"] == 48
-    assert rack.filled(128).filled(128) == rack.filled(128)
+    assert all(rack.filled(gpus).filled(gpus) == rack.filled(gpus) for gpus in range(1, 800))
+    leaves = load("selene").numbers | {f"leaf.{key}": number for key, number in _level(load("selene"), "network").items()}
+    tree = Cluster("tree", ("node", "leaf", "network"), leaves | {"leaf.size": Number(256, "assumed")})
+    assert tree.filled(320) == tree
+    pods = Cluster("pods", (*rack.level_names[:-1], "pod", "network"), rack.numbers | _level(rack, "network", "pod", 576))
+    assert [level.size for level in pods.filled(128).levels] == [4, 64, 576, 0] and pods.filled(128)["pod.ports"] == 64
     assert cluster_of("H100").filled(12) == cluster_of("H100") and load("frontier").filled(12) == load("frontier")
+
+
+def _level(cluster: Cluster, name: str, as_name: str = "", size: int = 0) -> dict[str, Number]:
+    """The numbers of a level, under another name with a size."""
+    own = {key.partition(".")[2]: number for key, number in cluster.numbers.items() if key.startswith(f"{name}.")}
+    return {f"{as_name}.{key}": number for key, number in (own | {"size": Number(size, "assumed")}).items()} if as_name else own
 
 
 def test_plans_of_a_program_share_out_experts() -> None:
@@ -277,3 +288,13 @@ def test_plans_of_a_program_take_its_switches_and_fill_racks() -> None:
         best("tokens_once=2")
     with pytest.raises(ConfigError, match="nearest key is tokens_once"):
         best("token_once=true")
+    with pytest.raises(ConfigError, match="--fix tokens_once is not of the form KEY=VALUE, as in --fix tokens_once=true"):
+        best("tokens_once")
+    assert "tokens_once" in str(best("tokens_once=true")) and "no tokens_once" in str(best("tokens_once=false"))
+    bloom = ModelConfig(layers=24, hidden=1024, heads=16, sequence=512, vocabulary=4096)
+    one = ("tp=2", "pp=2", "b=2")
+    (older,), (whole,) = (
+        search.search(name, bloom, load("selene"), 16, 64, one, 1e12, 1).best for name in ("bloom", "megatron-2021")
+    )
+    assert (older.given["zero"], whole.given["zero"]) == (1, 0) and older.memory < whole.memory
+    assert older.given["attention_dropout"] > older.given["dropout"] == 0

@@ -104,6 +104,11 @@ def test_gpus_networks_and_programs_are_known_in_any_spelling() -> None:
     assert [device_of(name) for name in ("NVIDIA A100-SXM4-40GB", "a100", "H100 SXM5 80GB HBM3", "h200")] == [
         *("A100-SXM-40GB", "A100-SXM-80GB", "H100-SXM", "H200")
     ]
+    assert [device_of(name) for name in ("AMD Instinct MI300X", "GeForce RTX 4090 24GB", "RTX A6000 Ada", "A10")] == [
+        *("MI300X", "RTX-4090", "L40S", "A10")
+    ]
+    with pytest.raises(ClusterError, match="unknown GPU 'A4000'"):
+        device_of("A4000")
     with pytest.raises(ClusterError, match="unknown GPU 'TPU'"):
         device_of("TPU")
     assert ports_of("4 x 200 Gb/s HDR") == (4, 25e9) and ports_of("25 GB/s") == (0, 25e9) and ports_of("not printed") == (0, 0.0)
@@ -111,7 +116,7 @@ def test_gpus_networks_and_programs_are_known_in_any_spelling() -> None:
     assert (slow.levels[-1].ports, slow.levels[-1].bandwidth) == (1, pytest.approx(0.9 * 12.5e9))
     assert (four.levels[0].size, four.levels[-1].ports) == (4, 4)
     assert cluster_of("A100", newer=False)["product.half"] != cluster_of("A100")["product.half"]
-    assert [program_of(name)[0] for name in ("NeMo 24.09", "Megatron-LM", "torchtitan", "llm-foundry", "NeMo AutoModel")] == [
+    assert [program_of(name)[0] for name in ("NeMo 24.09", "Megatron-LM", "torchtitan", "llm-foundry", "NeMo.AutoModel")] == [
         *("megatron-core", "megatron-core", "fsdp2", "fsdp", "fsdp2")
     ]
 
@@ -238,9 +243,36 @@ def test_products_in_four_bits_gather_and_cast_less_than_in_eight(tmp_path: Path
     assert (four.given["narrow"], eight.given["narrow"]) == ("float4", "float8")
     assert step(four.given).seconds(four.cluster) < step(eight.given).seconds(eight.cluster)
     assert bytes_of(half.given) - bytes_of(four.given) == pytest.approx(1.5 * (bytes_of(half.given) - bytes_of(eight.given)))
+    (mixed,) = read(tmp_path, {"dtype": " BF16 with FP8"})
+    assert mixed.given["narrow"] == "float8" and not mixed.remarks
+    scores = {**ROW, "gpu": "GB200", "dtype": "nvfp4", "switches": {"fused_attention": False}}
+    core = [op for way in step(read(tmp_path, scores)[0].given).cells[BLOCK] for op in way if op.layer.endswith(".core")]
+    assert {op.dtype for op in core if op.kind == "product"} == {"bfloat16"} and not any(op.name == "cast" for op in core)
     (hopper,), (other,) = read(tmp_path, {"gpu": "H100", "dtype": "nvfp4"}), read(tmp_path, {"dtype": "posit16"})
-    assert hopper.given["narrow"] == "float8" and any("in 8 bits: dgx-h100 has no peak.float4" in said for said in hopper.remarks)
+    assert hopper.given["narrow"] == "float8" and any("in 8 bits: H100-SXM has no peak.float4" in said for said in hopper.remarks)
     assert other.given["narrow"] == "" and "dtype 'posit16' is priced as bfloat16" in other.remarks
+
+
+def test_nodes_of_any_size_keep_their_ports_and_racks_their_trays() -> None:
+    """(Sizes of levels, ports of a network): as many ports for each GPU as the GPU's own nodes have, at least one."""
+    asked = {
+        **{
+            ("GB200", None, "4x400Gb/s"): ((4, 72), 72),
+            ("GB200", 2, "2x400Gb/s"): ((2, 72), 72),
+            ("GB200", 36, None): ((4, 36), 36),
+        },
+        **{("B200", None, None): ((4, 8), 8), ("B200", 4, "4x400Gb/s"): ((2, 4), 4), ("B200", 72, None): ((4, 72), 72)},
+        **{("RTX-4090", 8, None): ((8,), 1), ("RTX-4090", 4, None): ((4,), 1), ("RTX-4090", 16, None): ((16,), 2)},
+        **{("A100", 16, "8x200Gb/s"): ((16,), 8), ("H100", 4, None): ((4,), 4), ("MI250X", 4, None): ((2, 4), 2)},
+    }
+    for (gpu, node, network), (sizes, ports) in asked.items():
+        cluster = cluster_of(gpu, node, network)
+        assert tuple(level.size for level in cluster.levels[:-1]) == sizes, (gpu, node)
+        assert cluster["network.ports"] == ports, (gpu, node)
+    assert cluster_of("GB300", 4, "3.2Tb/s")["network.bandwidth"] == pytest.approx(0.9 * 100e9)
+    for gpu, node, said in (("GB200", 5, "1, 2, 3, 4, 8, 12, 24, 36, 72"), ("B200", 1, "2 and more")):
+        with pytest.raises(ClusterError, match=f"gpus_per_node = {node} is no node of {gpu}: it takes {said}"):
+            cluster_of(gpu, node)
 
 
 def test_heads_that_no_tensor_core_takes_are_multiplied_at_the_rate_of_float32(tmp_path: Path) -> None:
@@ -272,6 +304,23 @@ def test_heads_that_no_tensor_core_takes_are_multiplied_at_the_rate_of_float32(t
     assert {(op.name, op.dtype) for op in core(27, 972, **fused)} == {("attention", "bfloat16")}
 
 
+def test_what_a_switch_cannot_be_is_said(tmp_path: Path) -> None:
+    for key, value, said in (
+        *(("fused_attention", "no", "is neither true nor false"), ("scatter", 1, "is neither true nor false")),
+        *(
+            ("zero", None, "is no stage of ZeRO: 0, 1, 2 or 3"),
+            ("zero", 4, "is no stage of ZeRO"),
+            ("slots", 2.0, "is neither 2"),
+        ),
+    ):
+        with pytest.raises(ConfigError, match=rf"row 1: switches.{key} = {value!r} {said}"):
+            read(tmp_path, {"switches": {key: value}})
+    (unknown,) = read(tmp_path, {"program": "Shoggoth", "grid": {"fsdp": None, "tp": None, "dp": 16}})
+    assert unknown.program == "fsdp2"
+    whole, parts = read(tmp_path, {"switches": {"scatter": False, "overlap_p2p": False}}, {"switches": {"overlap_p2p": False}})
+    assert step(whole.given).seconds(whole.cluster) > step(parts.given).seconds(parts.cluster)
+
+
 def test_a_program_without_fused_attention_has_none_in_its_rows(tmp_path: Path) -> None:
     older, newer = (
         read(tmp_path, {"program": name, "recompute": "full"})[0].given["attention_dropout"] for name in ("megatron-2021", "nemo")
@@ -282,11 +331,16 @@ def test_a_program_without_fused_attention_has_none_in_its_rows(tmp_path: Path) 
 def test_bigsciences_host_waits_for_every_kernel_and_its_stages_have_slots(tmp_path: Path) -> None:
     base = {"program": "BLOOM", "gpu": "A100", "dtype": "fp16", "chunks": 1, "recompute": "full"}
     row, other, wide = read(tmp_path, base, {**base, "program": "megatron-2021"}, {**base, "program": "bigscience-bf16"})
+    (own,) = read(tmp_path, {**base, "gpu": None, "cluster": "jean-zay"})
+    assert own.cluster["elements.launch"] == load("jean-zay")["elements.launch"] > 2e-4
+    assert [program_of(name)[0] for name in ("megatron-2021 fp16", "deepspeed-zero-2021 x", "MaxText 0.5")] == [
+        *("megatron-2021", "deepspeed-zero-2021", "maxtext")
+    ]
     assert (row.program, row.cluster["elements.launch"]) == ("bigscience", 2e-4) and other.cluster["elements.launch"] < 2e-5
     more = step(row.given).seconds(row.cluster) - step(other.given).seconds(other.cluster)
     counts = [sum(op.kind == "elements" for way in step(row.given).cells[BLOCK] for op in way)]
     micro_batches, layers = 64 // (4 * 2), 8
-    assert more > 0.9 * 1.9e-4 * counts[0] * layers // 2 * micro_batches
+    assert more > 0.9 * 1.9e-4 * counts[0] * (layers // 2) * micro_batches
     assert bytes_of(wide.given) - bytes_of(row.given) == pytest.approx(FRAGMENTS * 4 * _held(row.given), rel=1e-9)
     (slots,) = read(tmp_path, {**base, "grid": {"tp": 2, "pp": 5, "dp": 4}, "gpus": 40, "switches": {"slots": 2}})
     assert stages_of(slots.given) == (1, 2, 2, 2, 1) and not slots.remarks[1:]
@@ -350,7 +404,7 @@ def test_every_gpu_that_is_known_prices_a_row(tmp_path: Path) -> None:
     assert (
         took["GB300"] < took["GB200"] < took["B200"] < took["H100-SXM"] < took["A100-SXM-80GB"] < took["A40"] < took["RTX-3090"]
     )
-    assert took["MI355X"] < took["MI300X"] < took["MI250X"] and took["H20"] > took["H100-SXM"]
+    assert took["MI355X"] < took["MI350X"] < took["MI300X"] < took["MI250X"] and took["H20"] > took["H100-SXM"]
     assert cluster_of("B200")["rack.size"] == cluster_of("B300", 8, "8x800Gb/s")["rack.size"] == 8
     for about in devices().values():
         known = load(about["cluster"]).numbers

@@ -7,7 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...cluster import Cluster, load
+from ...cluster import LARGEST_HOST, Cluster, load
+from ...comm.topology import divisors
 from ...errors import ClusterError
 from ...files import read_toml
 
@@ -25,44 +26,66 @@ def devices() -> dict[str, dict[str, Any]]:
 
 def device_of(gpu: str) -> str:
     """The GPU of a name, in whatever spelling. Raises ClusterError for an unknown one, which lists those that are known."""
-    wanted = _plain(gpu)
     table = devices()
     names = {_plain(name): device for device, about in table.items() for name in (device, *about["names"])}
-    if wanted in names:
-        return names[wanted]
-    inside = [name for name in names if wanted.startswith(name)]
-    if not inside:
-        raise ClusterError(f"unknown GPU {gpu!r}. Known: {', '.join(table)}; or give `cluster`, a name or a TOML file.")
-    return names[max(inside, key=len)]
+    for wanted in (_plain(gpu), _plain(re.sub(r"[\s_-]\d+\s*GB.*", "", gpu, flags=re.IGNORECASE))):
+        if wanted in names:
+            return names[wanted]
+        inside = [name for name in names if wanted.startswith(name) and not wanted[len(name)].isdigit()]
+        if inside:
+            return names[max(inside, key=len)]
+    raise ClusterError(f"unknown GPU {gpu!r}. Known: {', '.join(table)}; or give `cluster`, a name or a TOML file.")
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"nvidia|amd|tensor core|gpu|[\s_-]", "", name.lower())
+    return re.sub(r"nvidia|amd|tesla|instinct|geforce|tensor core|gpu|[\s_-]", "", name.lower())
 
 
 def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None = None, newer: bool = True) -> Cluster:
     """The cluster of a GPU, so many in a node, with the libraries of 2022 and later, or those before.
 
     network : a node's ports and their rate, such as "8x400Gb/s", or its whole rate; without one, that of the cluster which
-    describes the GPU. A rack of several nodes has the ports of each of them. Raises ClusterError for an unknown GPU.
+    describes the GPU, as many ports for each GPU. A rack of several nodes has the ports of each of them. Raises ClusterError for
+    an unknown GPU, and for nodes of which a rack has no whole number.
     """
-    device = device_of(gpu)
-    about = devices()[device]
+    about = devices()[device_of(gpu)]
     cluster = load(about["cluster"])
     values = {
         key: float(value) for key, value in {**about, **(about.get("newer", {}) if newer else {})}.items() if key not in TEXTS
     }
-    node, inner = gpus_per_node or 0, cluster.levels[-2] if len(cluster.levels) > 1 else cluster.levels[0]
-    fits = node and all(node % level.size == 0 and node != level.size for level in cluster.levels[:-2])
-    if fits and node != inner.size:
-        values |= {f"{inner.name}.size": float(node), "network.ports": float(node)}
+    cluster = cluster.replaced({key: value for key, value in values.items() if key in cluster.numbers}, "datasheet")
+    sizes = _sizes(gpu, cluster, gpus_per_node)
+    values = {f"{name}.size": float(size) for name, size in sizes.items()}
+    inner = cluster.levels[-2] if len(cluster.levels) > 1 else cluster.levels[0]
+    whole = sizes.get(inner.name, inner.size)
+    nodes = whole // sizes.get(cluster.levels[0].name, cluster.levels[0].size) if whole > LARGEST_HOST else 1
+    values["network.ports"] = max(1.0, float(cluster["network.ports"] * whole // inner.size))
     ports, rate = ports_of(network or "")
     if rate:
-        many = ports or max(1, min(node or inner.size, round(rate / 50e9)))
-        nodes = inner.size // node if node in [level.size for level in cluster.levels[:-2]] else 1
+        many = ports or max(1, min(whole // nodes, round(rate / 50e9)))
         values |= {"network.ports": float(nodes * many), "network.bandwidth": PART * rate / (1 if ports else many)}
-    known = {key: value for key, value in values.items() if key in cluster.numbers}
-    return cluster.replaced(known, "datasheet")
+    return cluster.replaced({key: value for key, value in values.items() if key in cluster.numbers}, "datasheet")
+
+
+def _sizes(gpu: str, cluster: Cluster, node: int | None) -> dict[str, int]:
+    """The sizes of a cluster's levels that differ where a node has so many GPUs: of nodes, and of what is inside them.
+
+    A node of which a rack has several is the rack's innermost level; one of more GPUs is the rack itself.
+    """
+    levels = cluster.levels[:-1]
+    if not node or not levels:
+        return {}
+    inner, host = levels[0], levels[-1]
+    if inner is host:
+        return {host.name: node}
+    if host.size > LARGEST_HOST and host.size % node == 0 and node <= inner.size:
+        return {inner.name: node} if node != inner.size else {}
+    if node == 1 or (host.size > LARGEST_HOST and node % inner.size):
+        parts = [size for size in divisors(host.size) if size <= inner.size or size % inner.size == 0]
+        fitting = ", ".join(map(str, parts)) if host.size > LARGEST_HOST else "2 and more"
+        raise ClusterError(f"gpus_per_node = {node} is no node of {gpu}: it takes {fitting}.")
+    halves = {} if node % inner.size == 0 and node > inner.size else {inner.name: 1 if node % 2 else node // 2}
+    return {**halves, host.name: node}
 
 
 def ports_of(network: str) -> tuple[int, float]:

@@ -57,7 +57,7 @@ TENSOR_CORE = 8
 
 @of_each_trace
 def uneven_heads(trace: OpTrace) -> Iterable[Op]:
-    """Products of attention whose heads are no multiple of tensor cores' rows run without them, at the rate of float32."""
+    """Products of attention whose heads or positions are no multiple of tensor cores' rows run without them, as float32 does."""
     for op in trace:
         uneven = any(size % TENSOR_CORE for size in (op.m, op.n, op.k))
         batched = op.kind == "product" and op.name != "attention" and op.layer.endswith(".core")
@@ -145,7 +145,7 @@ def eager(trace: OpTrace) -> Iterable[Op]:
 
 
 def narrowed(dtype: str) -> Edit:
-    """The edit that runs a block's products in 8 or 4 bits, for which an operand of each is cast, and is written transposed too.
+    """The edit that runs a block's products with weights in 8 or 4 bits: an operand of each is cast, and written transposed too.
 
     What is gathered is cast before: each rank casts its own part, and a half or a fourth as many words of 16 bits travel.
     """
@@ -157,7 +157,7 @@ def narrowed(dtype: str) -> Edit:
         for op in trace:
             if op.kind == "move" and op.name == "all_gather":
                 gathered, received, op = op.layer, op.words, op._replace(words=-(-op.words // share))
-            elif op.kind == "product" and op.name != "attention":
+            elif op.kind == "product" and op.name != "attention" and not op.layer.endswith(".core"):
                 size = op.m * op.k * op.batch
                 size -= received if op.layer == gathered and received < size <= 2 * received else 0
                 yield Op("elements", op.phase, op.layer, "cast", read=2 * size, written=4 * size // share)

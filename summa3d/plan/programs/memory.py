@@ -64,8 +64,8 @@ def _states(given: Mapping[str, Any], layers: int, at_end: bool) -> float:
     dense, of_experts = rank_parameters(given)
     held = dense * layers + tables * given["vocabulary"] * given["hidden"] / given["tp"]
     shards, replicas = shards_of(given), replicas_of(given)
-    kept = held / shards * (program.kept + program.owned / replicas[0].owners)
-    kept += of_experts * layers / layout_of(given).shards * (program.kept + program.owned / replicas[1].owners)
+    kept = held / shards * (program.kept + program.masters / replicas[0].owners)
+    kept += of_experts * layers / layout_of(given).shards * (program.kept + program.masters / replicas[1].owners)
     return kept + _gathered(given, dense + of_experts, held + of_experts * layers)
 
 

@@ -56,18 +56,18 @@ class PricedProgram(NamedTuple):
     """A program.
 
     about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
-    computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device.
-    sums : dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits.
-    contention : the part of their time for which gathers of weights, and sums over replicas, slow down the arithmetic that
-    they run behind. newer : whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master
-    and moments: 16-bit weights, unless they are gathered from masters, and the gradients' sum. owned : bytes of those, which
-    ZeRO cuts. logits : bytes of a logit
-    beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its input, where all
-    else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes to start the work of
-    a block's two passes, below which no device does it. balanced : whether stages have as many parameters, of the head too,
-    and not as many blocks, one stage a rank. launch : seconds in which a kernel starts, where the host waits for every one; 0, as
-    on the cluster. broadcasts : the tensors of a block, whole ones of which an owner updates and
-    broadcasts by itself, one after the other; 0, where all gather from all.
+    computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device. sums :
+    dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits. contention : the
+    part of their time for which gathers of weights, and sums over replicas, slow down the arithmetic that they run behind. newer
+    : whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master and moments: 16-bit
+    weights, unless they are gathered from masters, and the gradients' sum. masters : bytes of those, which ZeRO cuts. logits :
+    bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its
+    input, where all else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes to
+    start the work of a block's two passes, below which no device does it. balanced : whether stages have as many parameters, of
+    the head too, and not as many blocks, one stage a rank. launch : the least seconds in which an element-wise kernel starts,
+    where the host waits for every one. zero : whether replicas cut masters and moments unless a plan says otherwise, as those of
+    newer programs do. broadcasts : the tensors of a block, whole ones of which an owner updates and broadcasts by itself, one
+    after the other; 0, where all gather from all.
     """
 
     about: str
@@ -79,7 +79,7 @@ class PricedProgram(NamedTuple):
     contention: float = 0.0
     newer: bool = False
     kept: int = 6
-    owned: int = 12
+    masters: int = 12
     logits: int = 0
     results: tuple[str, ...] = ()
     ports: int = 0
@@ -87,6 +87,7 @@ class PricedProgram(NamedTuple):
     balanced: bool = False
     broadcasts: int = 0
     launch: float = 0.0
+    zero: bool = False
 
 
 PROGRAMS = {
@@ -96,9 +97,10 @@ PROGRAMS = {
     "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
     "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
     "bigscience": PricedProgram(
-        "Megatron-DeepSpeed as of 2022 (BLOOM), whose host waits for every kernel",
+        "BLOOM's Megatron-DeepSpeed of 2022, with CUDA_LAUNCH_BLOCKING=1",
         (fused_softmax, strided_attention, sums_of_halves),
         launch=2e-4,
+        zero=True,
     ),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
@@ -111,7 +113,7 @@ PROGRAMS = {
         contention=CONTENTION,
         newer=True,
         kept=4,
-        owned=22,
+        masters=22,
         broadcasts=9,
     ),
     "nanotron": PricedProgram(
@@ -157,7 +159,7 @@ PROGRAMS = {
 }
 """Name → program."""
 PROGRAMS["bigscience-bf16"] = PROGRAMS["bigscience"]._replace(
-    about="the same with gradients of 16 bits and their sums of 32", kept=10
+    about="the same with sums of gradients in 32 bits", kept=10, sums="float32"
 )
 ALIASES = {
     "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "colossal"),
@@ -173,10 +175,9 @@ ALIASES = {
 
 def program_of(name: str) -> tuple[str, PricedProgram]:
     """The program of a name, or of the longest alias that it begins with; and its own name. Raises ConfigError for others."""
-    key = re.sub(r"[\s_]+", "-", name.strip().lower())
-    if key in PROGRAMS:
-        return key, PROGRAMS[key]
-    begins = {item: own for own, items in ALIASES.items() for item in (own, *items) if key.startswith(item)}
+    key = re.sub(r"[\s_.]+", "-", name.strip().lower())
+    known = {own: own for own in PROGRAMS} | {item: own for own, items in ALIASES.items() for item in items}
+    begins = {item: own for item, own in known.items() if key.startswith(item)}
     if begins:
         own = begins[max(begins, key=len)]
         return own, PROGRAMS[own]
@@ -188,7 +189,7 @@ def on_cluster(program: PricedProgram, cluster: Cluster) -> Cluster:
     if program.broadcasts:
         cluster = cluster.replaced({"collectives.chunk": CHUNK}, "assumed")
     if program.launch:
-        cluster = cluster.replaced({"elements.launch": program.launch}, "assumed")
+        cluster = cluster.replaced({"elements.launch": max(program.launch, cluster["elements.launch"])}, "assumed")
     if program.ports:
         cluster = cluster.replaced({"network.ports": float(program.ports)}, "assumed")
     if not program.kernel or not cluster["attention.forward"]:

@@ -30,11 +30,11 @@ EXPERTS = ("experts", "top_k", "shared", "head_dim")
 SIZES = ("layers", "hidden", "heads", "vocabulary")
 MODEL = ("family", *SIZES, "kv_heads", "ffn", "sequence", "name", "tied", "tied_head", *EXPERTS)
 GRID = ("tp", "sp", "pp", "cp", "ep", "etp", "fsdp", "dp")
-MORE = ("zero", "zero_size", "slots", "attention_dropout", "dropout", "scatter")
+MORE = ("zero", "zero_size", "slots", "scatter")
 """Switches that are not on or off."""
 RECOMPUTE = ("none", "selective", "full")
-BEGINS = {"float8": ("fp8", "float8", "mxfp8"), "float4": ("fp4", "float4", "mxfp4", "nvfp4")}
-"""A dtype in which products of blocks run → how what rows call it begins."""
+BEGINS = {"float8": ("fp8", "float8"), "float4": ("fp4", "float4")}
+"""A dtype in which products of blocks run → what is in the name that rows give it, as mxfp8."""
 HALVES = ("bf16", "bfloat16", "fp16", "float16", "half", "mixed")
 """How dtypes begin whose products have 16 bits."""
 SINGLE = ("fp32", "float32", "tf32")
@@ -133,6 +133,9 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} = {value!r} is no whole number of at least 1"
         if value is None and part == "model" and key in SIZES and isinstance(table, dict):
             yield f"it lacks {name}"
+    on: Mapping[str, Any] = row["switches"] if isinstance(row.get("switches"), dict) else {}
+    wrong = [key for key in (*SWITCHES, "scatter") if not isinstance(on.get(key, True), bool)]
+    yield from (f"switches.{key} = {on[key]!r} is neither true nor false" for key in wrong)
     if _is(row.get("recompute"), str) and recompute_of(row["recompute"]) is None:
         yield f"recompute = {row['recompute']!r} is none of {', '.join(RECOMPUTE)}"
 
@@ -159,8 +162,8 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
             cluster_of(row["gpu"], row.get("gpus_per_node"), row.get("network"), program.newer),
             device_of(row["gpu"]),
         )
-    dtype = str(row.get("dtype") or "bfloat16").lower()
-    cluster, narrow = _in_dtype(on_cluster(program, cluster), dtype, remarks)
+    dtype = str(row.get("dtype") or "bfloat16").strip().lower()
+    cluster, narrow = _in_dtype(on_cluster(program, cluster), str(device), dtype, remarks)
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
@@ -180,14 +183,17 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     given |= nodes_of_experts(given, cluster)
     copies = grid["dp"] * grid["shards"]
     given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
-    zero = int(switches.get("zero", _zero_of(row.get("grid") or {})))
+    zero = switches.get("zero", _zero_of(row.get("grid") or {}))
+    if not (_is(zero, int) and 0 <= zero <= FULLY):
+        raise ConfigError(f"switches.zero = {zero!r} is no stage of ZeRO: 0, 1, 2 or 3.")
     size = switches.get("zero_size", grid["dp"])
     if not (_is(size, int) and size >= 1 and grid["dp"] % size == 0):
         fitting = ", ".join(map(str, divisors(grid["dp"])))
         raise ConfigError(f"switches.zero_size = {size!r} is no whole number that divides dp {grid['dp']}: {fitting}.")
-    if (slots := switches.get("slots", 0)) not in (0, 2):
+    slots = switches.get("slots", 0)
+    if not (_is(slots, int) and slots in (0, 2)):
         raise ConfigError(f"switches.slots = {slots!r} is neither 2, a place in the pipeline each for embedding and head, nor 0.")
-    given |= {"zero": zero, "zero_size": size, "slots": slots}
+    given |= {"zero": zero, "zero_size": size, "slots": slots, "scatter": switches.get("scatter", True) is True}
     if zero == FULLY and given["shards"] == 1:
         given |= {"shards": given["dp"], "dp": 1}
     tokens = row["batch"] * row["sequence"]
@@ -248,24 +254,25 @@ def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
         name, program = program_of(row["program"])
     except ConfigError:
         grid = row.get("grid") or {}
-        name = "fsdp2" if grid.get("fsdp", 1) > 1 or grid.get("tp", 1) * grid.get("pp", 1) == 1 else "megatron-core"
+        alone = (grid.get("tp") or 1) * (grid.get("pp") or 1) == 1
+        name = "fsdp2" if (grid.get("fsdp") or 1) > 1 or alone else "megatron-core"
         program = PROGRAMS[name]
     return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
 
 
-def _in_dtype(cluster: Cluster, dtype: str, remarks: list[str]) -> tuple[Cluster, str]:
+def _in_dtype(cluster: Cluster, device: str, dtype: str, remarks: list[str]) -> tuple[Cluster, str]:
     """The cluster with its rate of products in a dtype, and theirs if it has less than 16 bits; `remarks` get what is assumed."""
     if dtype.startswith(SINGLE):
         remarks.append(f"products in {dtype} are assumed at half the rate of those in 16 bits")
         return cluster.replaced({"product.efficiency": cluster["product.efficiency"] / 2}, "assumed"), ""
-    narrow = next((name for name, begins in BEGINS.items() if dtype.startswith(begins)), "")
+    narrow = next((name for name, parts in BEGINS.items() if any(part in dtype for part in parts)), "")
     if not narrow and not dtype.startswith(HALVES):
         remarks.append(f"dtype {dtype!r} is priced as bfloat16")
     wider = [name for name in NARROW if narrow and NARROW[name] >= NARROW[narrow] and f"peak.{name}" in cluster.numbers]
     priced = min(wider, key=NARROW.__getitem__, default="")
     if priced != narrow:
         bits = NARROW.get(priced, 16)
-        remarks.append(f"products in {dtype} are priced in {bits} bits: {cluster.name} has no peak.{narrow}")
+        remarks.append(f"products in {dtype} are priced in {bits} bits: {device} has no peak.{narrow}")
     return cluster, priced
 
 

@@ -47,7 +47,8 @@ class ProgramPlan:
         chunks = f" · chunks {self.given['chunks']}" if self.given["chunks"] > 1 else ""
         sp = " · sp" if self.given["scheme"] == "oned-sp" else ""
         zero = f" · zero {self.given['zero']}" if self.given["zero"] and self.given["shards"] == 1 else ""
-        return f"{axes or 'one rank'}{chunks}{sp} · b {self.given['micro_batch']} · {self.given['recompute']}{zero}"
+        switches = "".join(f" · {'' if on else 'no '}{name}" for name, on in self.given["switches"].items())
+        return f"{axes or 'one rank'}{chunks}{sp} · b {self.given['micro_batch']} · {self.given['recompute']}{zero}{switches}"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,12 @@ class ProgramPlans:
     def as_json(self) -> dict[str, Any]:
         """Report that `summa3d plan --program … --json` prints."""
         keys = (*NUMBERS, "recompute", "scheme")
+        switches = {"switches": dict(self.best[0].given["switches"])} if self.best else {}
         plans = [
-            {"plan": str(plan), "grid": {key: plan.given[key] for key in keys}, "seconds": plan.seconds, "memory": plan.memory}
+            {
+                **{"plan": str(plan), "grid": {key: plan.given[key] for key in keys}, **switches},
+                **{"seconds": plan.seconds, "memory": plan.memory},
+            }
             for plan in self.best
         ]
         counts = {"considered": self.considered, "fits": self.fits, "refused": len(self.refused)}
@@ -119,7 +124,9 @@ def _fixed(text: str) -> tuple[str, Any]:
     """The key and the value of KEY=VALUE. Raises ConfigError for others."""
     short, equals, value = (part.strip() for part in text.partition("="))
     key = SHORT.get(short, short)
-    if not equals or key not in (*NUMBERS, *TEXTS, *SWITCHES):
+    if not equals and key in (*NUMBERS, *TEXTS, *SWITCHES):
+        raise ConfigError(f"--fix {text} is not of the form KEY=VALUE, as in --fix {text}={'true' if key in SWITCHES else '1'}.")
+    if key not in (*NUMBERS, *TEXTS, *SWITCHES):
         known = [*NUMBERS, *TEXTS, *SHORT, *SWITCHES]
         raise ConfigError(
             f"--fix {text}: the nearest key is {nearest(short, known)}. With --program it takes {', '.join(known)}."
@@ -142,8 +149,8 @@ def _plans(
     sizes |= {"vocabulary": model.vocabulary, "gpus": ranks, "batch": batch, "ffn": model.ffn_dim, "profile": name}
     switches = {key: value for key, value in fixed.items() if key in SWITCHES}
     fused = {**program.switches, **switches}.get("fused_attention", name == "summa3d")
-    sizes |= {"switches": switches, "dropout": 0.0 if fused else 0.1, "family": "llama" if model.family == "llama" else "gpt2"}
-    sizes["tied"] = model.tied
+    sizes |= {"switches": switches, "dropout": 0.0, "attention_dropout": 0.0 if fused else 0.1, "tied": model.tied}
+    sizes["family"] = "llama" if model.family == "llama" else "gpt2"
     if model.grouped:
         sizes["kv_heads"] = model.num_kv_heads
     if model.num_experts:
@@ -185,7 +192,7 @@ def _with_grid(sizes: Mapping[str, Any], grid: Mapping[str, int], program: Price
                 continue
             for recompute in of("recompute", ("none", "selective", "full") if modern else ("full",)):
                 for scheme in of("scheme", ("oned-sp",) if modern and grid["tp"] > 1 else ("oned",)):
-                    for zero in of("zero", (1,) if modern else (0,)):
+                    for zero in of("zero", (int(modern or program.zero),)):
                         kind = {"micro_batch": micro, "chunks": v, "recompute": recompute, "scheme": scheme, "zero": zero}
                         yield {**sizes, **grid, **kind}
 
