@@ -102,7 +102,7 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
         "--ranks", metavar="N|N,N,…", help="Plan for N ranks; for several counts, compare their fastest plans: efficiency."
     )
     search.add_argument("--batch", metavar="B|Mtokens", help="Sequences of a step, or tokens, as 4Mtokens.")
-    search.add_argument("--tokens", type=float, metavar="T", help="Tokens to train on, as 300e9: days and GPU-hours.")
+    search.add_argument("--tokens", type=tokens_of, metavar="T", help="Tokens to train on, as 300e9 or 300B: days and GPU-hours.")
     search.add_argument("--price", type=float, metavar="X", help="Price of a GPU-hour: what --tokens cost.")
     search.add_argument(
         "--set",
@@ -137,6 +137,19 @@ def _add_search(search: argparse._ArgumentGroup) -> None:
     search.add_argument("--write", type=Path, metavar="DIR", help="Write plan 1 as a configuration and a Slurm job into DIR.")
 
 
+def tokens_of(text: str) -> float:
+    """Parse the text of --tokens. Raises argparse.ArgumentTypeError for what is no number, nor one of M, B or T.
+
+    >>> tokens_of("300e9"), tokens_of("1.5T")
+    (300000000000.0, 1500000000000.0)
+    """
+    scale = {"M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper())
+    try:
+        return float(text[:-1]) * scale if scale else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of tokens: write 300e9, 300B or 1.5T") from None
+
+
 def _add_formulas(formulas: argparse.ArgumentParser) -> None:
     """Add the options of `summa3d plan formulas`."""
     sizes = (("layers", None), ("hidden", None), ("vocabulary", 51200), ("sequence", 2048))
@@ -145,7 +158,7 @@ def _add_formulas(formulas: argparse.ArgumentParser) -> None:
             f"--{name}", type=int, required=default is None, default=default, metavar="N", help=f"The GPT's {name}."
         )
     formulas.add_argument("--batch", type=int, default=1, metavar="B", help="Sequences of a step.")
-    formulas.add_argument("--tokens", type=float, metavar="T", help="Tokens to train on, as 450e9: the days that it takes.")
+    formulas.add_argument("--tokens", type=tokens_of, metavar="T", help="Tokens to train on, as 450B: the days that it takes.")
     formulas.add_argument("--ranks", type=int, metavar="N", help="GPUs that train on them.")
     formulas.add_argument("--tflops", type=float, metavar="X", help="Teraflop/s of each of them.")
     formulas.add_argument("--pp", type=int, default=1, metavar="P", help="Ranks of a pipeline: its bubble.")

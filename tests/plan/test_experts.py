@@ -269,6 +269,25 @@ def test_plans_of_a_program_share_out_experts() -> None:
     assert plan.given["shared"] == 80
 
 
+def test_plans_of_a_program_take_contexts_where_sequences_are_long_and_name_stages_that_differ() -> None:
+    sizes = {"layers": 6, "hidden": 256, "heads": 8, "vocabulary": 1024}
+
+    def best(sequence: int, program: str = "nemo", *fixes: str) -> list[search.ProgramPlan]:
+        model = ModelConfig(family="llama", sequence=sequence, **sizes)
+        return list(search.search(program, model, load("dgx-h100"), 16, 16, ["tp=1", "b=1", *fixes], 1e12, 400).best)
+
+    assert {plan.given["cp"] for plan in best(4096)} == {1}
+    assert {plan.given["cp"] for plan in best(16384)} == {1, 2, 4} and {plan.given["cp"] for plan in best(65536)} == {1, 2, 4, 8}
+    assert (
+        {plan.given["cp"] for plan in best(65536, "fsdp2")} == {1} == {plan.given["cp"] for plan in best(65536, "megatron-2021")}
+    )
+    assert "pp 4 dp 4 of 2 or 1 layers" in str(best(4096, "nemo", "pp=4")[0])
+    assert "layers" not in str(best(4096, "nemo", "pp=2")[0])
+    for name in ("megatronn", "fsdp3", "megatron-core-2"):
+        with pytest.raises(ConfigError, match=f"unknown program '{name}'; the nearest is .* Known: summa3d"):
+            best(4096, name)
+
+
 def test_plans_of_a_program_take_its_switches_and_fill_racks() -> None:
     """16 ranks of experts lie on two nodes; tokens that go to a node once are fewer, and a fused kernel keeps no scores."""
     sizes = {"layers": 6, "hidden": 96, "heads": 4, "head_dim": 32, "sequence": 64, "vocabulary": 1000, "ffn": 80}
@@ -286,6 +305,9 @@ def test_plans_of_a_program_take_its_switches_and_fill_racks() -> None:
     assert step(best(ranks=128).given | {"expert_nodes": 1}).seconds(whole) != step(best(ranks=128).given).seconds(filled)
     with pytest.raises(ConfigError, match="tokens_once takes true or false: a token travels once"):
         best("tokens_once=2")
+    dense = ModelConfig(family="llama", **{**sizes, "head_dim": None, "hidden": 128})
+    with pytest.raises(ConfigError, match="--fix tokens_once is of models with experts"):
+        search.search("megatron-core", dense, load("dgx-h100"), 16, 64, ["tokens_once=true"], 1e12, 1)
     with pytest.raises(ConfigError, match="nearest key is tokens_once"):
         best("token_once=true")
     with pytest.raises(ConfigError, match="--fix tokens_once is not of the form KEY=VALUE, as in --fix tokens_once=true"):

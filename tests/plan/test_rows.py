@@ -22,7 +22,7 @@ from summa3d.dry.record import Op
 from summa3d.errors import ClusterError, ConfigError
 from summa3d.plan.cells import BLOCK
 from summa3d.plan.price import Prices
-from summa3d.plan.programs import judge, rows
+from summa3d.plan.programs import judge, rows, text
 from summa3d.plan.programs.bands import FILE, own_band
 from summa3d.plan.programs.devices import cluster_of, device_of, devices, ports_of
 from summa3d.plan.programs.memory import FRAGMENTS, bytes_of
@@ -56,7 +56,10 @@ def test_all_faults_of_all_rows_are_one_error(tmp_path: Path) -> None:
         read(tmp_path, *faulty)
     said = str(raised.value)
     assert (
-        "5 faults" in said and "row 1: grid" in said and "17 GPUs" in said and "row 2: it takes seconds or tokens_s_gpu" in said
+        "5 faults" in said
+        and "row 1: grid" in said
+        and "17 GPUs" in said
+        and "row 2: it has neither seconds nor tokens_s_gpu" in said
     )
     assert "row 3: model.layers = 0" in said and "row 3: recompute = 'some'" in said and "row 4: unknown GPU 'abacus'" in said
 
@@ -302,6 +305,24 @@ def test_heads_that_no_tensor_core_takes_are_multiplied_at_the_rate_of_float32(t
     ]
     fused = {"program": "megatron-core", "switches": {"fused_attention": True}}
     assert {(op.name, op.dtype) for op in core(27, 972, **fused)} == {("attention", "bfloat16")}
+
+
+def test_a_row_that_contradicts_itself_or_names_its_model_is_said(tmp_path: Path) -> None:
+    for change, said in (
+        ({"grid": {"tp": 2, "pp": 2, "dp": 8}}, "has tp·pp·cp·fsdp·dp = 32 ranks, and the row 16 GPUs"),
+        ({"tokens_s_gpu": 5.0}, "it has seconds and tokens_s_gpu: it takes one of them"),
+        ({"seconds": -1.0}, r"seconds = -1.0 is no number above 0"),
+        ({"model": "llama3-8b"}, "model = 'llama3-8b' is a name, and a row takes a table of family, layers, hidden"),
+    ):
+        with pytest.raises(ConfigError, match=f"1 fault.\n  row 1: .*{said}"):
+            read(tmp_path, change)
+    (fast,), (rate,) = read(tmp_path, {"network": "fast"}), read(tmp_path, {"network": "8x400Gb/s"})
+    assert fast.remarks == ("network 'fast' says no rate, as 8x400Gb/s does: that of dgx-h100 is taken",) and not rate.remarks
+    small, large = judge.judged(read(tmp_path, {"gpu": "RTX-4090", "batch": 512, "micro_batch": 64, "chunks": 1}, {}))["rows"]
+    assert (small["fits"], large["fits"]) == (False, True) and small["predicted_memory"] > 24e9
+    assert "GiB, above the device's" in "\n".join(
+        text.as_text(judge.judged(read(tmp_path, {"gpu": "RTX-4090", "batch": 512, "micro_batch": 64, "chunks": 1})))
+    )
 
 
 def test_what_a_switch_cannot_be_is_said(tmp_path: Path) -> None:

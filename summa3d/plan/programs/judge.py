@@ -49,7 +49,7 @@ def _line(row: MeasuredStep) -> dict[str, Any]:
     tokens = row.given["batch"] * row.given["sequence"] / row.given["gpus"]
     line |= {"tokens_s_gpu": tokens / row.seconds, "predicted_tokens_s_gpu": tokens / predicted}
     line |= {"memory": row.memory or None, "predicted_memory": memory, "predicted_allocated": memory - RESERVE}
-    return line | {"remarks": list(row.remarks)}
+    return line | {"fits": memory <= row.cluster["device.memory"], "remarks": list(row.remarks)}
 
 
 def summary(rows: Sequence[MeasuredStep], lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

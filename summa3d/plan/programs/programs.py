@@ -162,8 +162,8 @@ PROGRAMS["bigscience-bf16"] = PROGRAMS["bigscience"]._replace(
     about="the same with sums of gradients in 32 bits", kept=10, sums="float32"
 )
 ALIASES = {
-    "megatron-core": ("megatron", "nemo", "megatron-lm", "megatron-deepspeed", "megascale", "colossal"),
-    "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "axolotl", "torchtune", "automodel", "nemo-automodel"),
+    "megatron-core": ("megatron", "megatron-lm", "megatronlm", "nemo", "megascale", "colossal", "colossalai"),
+    "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "lit-gpt", "axolotl", "torchtune", "automodel", "nemo-automodel"),
     "fsdp": ("mosaicml", "llm-foundry", "composer", "mpt"),
     "deepspeed-zero": ("deepspeed", "zero"),
     "nanotron": ("nanotron",),
@@ -173,11 +173,14 @@ ALIASES = {
 """Name of a program → how others begin whose steps are priced as its."""
 
 
-def program_of(name: str) -> tuple[str, PricedProgram]:
-    """The program of a name, or of the longest alias that it begins with; and its own name. Raises ConfigError for others."""
+def program_of(name: str, whole: bool = False) -> tuple[str, PricedProgram]:
+    """The program of a name, or of the longest that begins it and ends at a word, and its own name.
+
+    whole : it is that of the whole name alone. Raises ConfigError for others.
+    """
     key = re.sub(r"[\s_.]+", "-", name.strip().lower())
     known = {own: own for own in PROGRAMS} | {item: own for own, items in ALIASES.items() for item in items}
-    begins = {item: own for item, own in known.items() if key.startswith(item)}
+    begins = {item: own for item, own in known.items() if key == item or (key.startswith(f"{item}-") and not whole)}
     if begins:
         own = begins[max(begins, key=len)]
         return own, PROGRAMS[own]

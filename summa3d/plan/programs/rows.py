@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...dtypes import NARROW
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .bands import kind_of
-from .devices import cluster_of, device_of
+from .devices import cluster_of, device_of, ports_of
 from .experts import nodes_of_experts
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
 from .sizes import FULLY, ffn_of, parts_of, widths_of
@@ -113,15 +113,20 @@ def read(path: Path) -> list[MeasuredStep]:
 def _faults(row: Mapping[str, Any]) -> Iterator[str]:
     """All that is wrong with a row by itself."""
     yield from (f"it lacks {key}" for key in NEEDED if row.get(key) is None)
+    if isinstance(row.get("model"), str):
+        yield f"model = {row['model']!r} is a name, and a row takes a table of {', '.join(MODEL)}"
     for key, kind in KEYS.items():
         value = row.get(key)
-        if value is not None and not _is(value, kind):
+        if value is not None and not _is(value, kind) and not (key == "model" and isinstance(value, str)):
             yield f"{key} = {value!r} is no {kind.__name__}"
     if row.get("cluster") is None and row.get("gpu") is None:
         yield "it lacks cluster, or gpu (with gpus_per_node and network)"
-    times = [row[key] for key in ("seconds", "tokens_s_gpu") if _is(row.get(key), float)]
-    if len(times) != 1 or not (isfinite(times[0]) and times[0] > 0):
-        yield "it takes seconds or tokens_s_gpu, one number above 0"
+    times = {key: row[key] for key in ("seconds", "tokens_s_gpu") if row.get(key) is not None}
+    if len(times) != 1:
+        yield f"it has {'seconds and' if times else 'neither seconds nor'} tokens_s_gpu: it takes one of them"
+    yield from (
+        f"{key} = {time!r} is no number above 0" for key, time in times.items() if _is(time, float) and not 0 < time < inf
+    )
     sizes = [("", key) for key in ("gpus", "batch", "sequence", "micro_batch", "chunks", "gpus_per_node")]
     sizes += [("model", key) for key in (*SIZES, "kv_heads", "ffn", *EXPERTS)]
     sizes += [("grid", key) for key in GRID if key != "sp"]
@@ -164,6 +169,8 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         )
     dtype = str(row.get("dtype") or "bfloat16").strip().lower()
     cluster, narrow = _in_dtype(on_cluster(program, cluster), str(device), dtype, remarks)
+    if row.get("network") and ports_of(row["network"]) == (0, 0.0):
+        remarks.append(f"network {row['network']!r} says no rate, as 8x400Gb/s does: that of {cluster.name} is taken")
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
@@ -299,7 +306,7 @@ def grid_of(row: Mapping[str, Any]) -> dict[str, int]:
         {"cp": cp, "shards": max(1, shards // cp), "dp": dp},
         {"cp": cp, "shards": max(1, shards // cp), "dp": 1},
         {"cp": cp, "shards": 1, "dp": max(1, dp // cp)},
-        {"cp": cp, "shards": shards, "dp": max(1, gpus // (inner * cp * shards))},
+        *([] if grid.get("dp") else [{"cp": cp, "shards": shards, "dp": max(1, gpus // (inner * cp * shards))}]),
     ):
         if inner * prod(result.values()) == gpus:
             return {"tp": tp, "pp": pp, **result}

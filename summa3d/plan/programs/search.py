@@ -18,7 +18,7 @@ from .devices import devices
 from .experts import nodes_of_experts
 from .memory import bytes_of
 from .programs import SWITCHES, PricedProgram, on_cluster, program_of
-from .sizes import FULLY
+from .sizes import FULLY, stages_of
 from .step import step
 
 SHORT = {"y": "tp", "t": "tp", "grid.y": "tp", "p": "pp", "grid.pp": "pp", "d": "dp", "grid.dp": "dp", "fsdp": "shards"}
@@ -32,6 +32,8 @@ MOST_CHUNKS = 8
 SIMULATED = 24
 """Plans beyond those that are shown whose pipelines are simulated: the closed form, by which all are ranked, is up to 3 % off."""
 MOST_TENSOR_RANKS = 16
+CONTEXTS, FEWEST_POSITIONS = (1, 2, 4, 8), 4096
+"""Contexts that are tried, and positions that each has at least."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class ProgramPlan:
         axes = " ".join(f"{key} {self.given[key]}" for key in AXES if self.given[key] > 1)
         chunks = f" · chunks {self.given['chunks']}" if self.given["chunks"] > 1 else ""
         sp = " · sp" if self.given["scheme"] == "oned-sp" else ""
+        layers = stages_of(self.given)
+        chunks += f" of {max(layers)} or {min(layers)} layers" if max(layers) > min(layers) else ""
         zero = f" · zero {self.given['zero']}" if self.given["zero"] and self.given["shards"] == 1 else ""
         switches = "".join(f" · {'' if on else 'no '}{name}" for name, on in self.given["switches"].items())
         return f"{axes or 'one rank'}{chunks}{sp} · b {self.given['micro_batch']} · {self.given['recompute']}{zero}{switches}"
@@ -94,8 +98,10 @@ def search(
     fix : KEY=VALUE that plans must have, of sizes and of the program's switches. limit : bytes of a rank. Raises ConfigError for
     an unknown program, key or value, and where no plan is left.
     """
-    own, program = program_of(name)
+    own, program = program_of(name, whole=True)
     fixed = dict(_fixed(text) for text in fix)
+    if "tokens_once" in fixed and not model.num_experts:
+        raise ConfigError("--fix tokens_once is of models with experts, and this one has none.")
     cluster = on_cluster(program, cluster.filled(ranks))
     result: list[tuple[float, int, dict[str, Any], float]] = []
     refused: list[str] = []
@@ -163,15 +169,17 @@ def _plans(
         return (fixed[key],) if key in fixed else values
 
     sharded = "prefetch" in program.switches
+    several = [c for c in CONTEXTS if c == 1 or model.sequence // c >= FEWEST_POSITIONS]
+    contexts = several if program.newer and not sharded else [1]
     for tp in of("tp", [1] if sharded else [t for t in divisors(ranks) if t <= MOST_TENSOR_RANKS and model.heads % t == 0]):
         for pp in of("pp", [1] if sharded else [p for p in divisors(ranks // tp) if p <= model.layers]):
-            for cp in of("cp", [1]):
+            for cp in of("cp", contexts):
                 outer, left = divmod(ranks, tp * pp * cp)
                 for shards in of("shards", [outer] if sharded else [1]) if not left and outer else ():
                     if outer % shards == 0 and outer // shards == fixed.get("dp", outer // shards):
                         grid = {"tp": tp, "pp": pp, "cp": cp, "shards": shards, "dp": outer // shards}
-                        several = model.num_experts and program.newer and not sharded
-                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if several else [1]
+                        shared_out = model.num_experts and program.newer and not sharded
+                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if shared_out else [1]
                         for ep in of("ep", among):
                             if ep in among:
                                 yield from _with_grid(sizes, {**grid, "ep": ep}, program, of)
@@ -206,4 +214,4 @@ def as_text(plans: ProgramPlans, name: str, ranks: int, batch: int) -> Iterator[
     yield f"{name} on {ranked} of {plans.cluster.name} by {plans.program}, batch {batch}: ±{plans.band:.0%}{validated}"
     rows = [(str(n), str(p), f"{p.seconds:.4g}", f"{p.memory / 2**30:.1f}") for n, p in enumerate(plans.best, start=1)]
     yield from aligned([("", "plan", "seconds", "GiB"), *rows], left=(1,))
-    yield f"{plans.considered} plans, {plans.fits} of which fit"
+    yield f"{plans.considered} plans, {plans.fits} of which fit; GiB are with what the runtime and fragments take"

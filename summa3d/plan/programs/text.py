@@ -24,7 +24,8 @@ def as_text(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    marks = ("" if row["validated"] else "not validated", "" if row["inside"] else "outside")
+    held = "" if row["fits"] else f"{row['predicted_memory'] / 2**30:.0f} GiB, above the device's"
+    marks = ("" if row["validated"] else "not validated", "" if row["inside"] else "outside", held)
     numbers = f"{row['seconds']:.4g}", f"{row['predicted']:.4g}", f"{row['error']:+.1%}", f"±{row['band']:.0%}"
     return row["name"], *numbers, ", ".join(mark for mark in marks if mark)
 
