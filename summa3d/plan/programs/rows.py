@@ -160,17 +160,9 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     """A row without faults of its own. Raises ConfigError and ClusterError where its parts do not fit each other."""
     name, program, remarks = _program_of(row)
     model, switches = row["model"], dict(row.get("switches") or {})
-    if row.get("cluster") is not None:
-        cluster, device = load(row["cluster"]), row["cluster"]
-    else:
-        cluster, device = (
-            cluster_of(row["gpu"], row.get("gpus_per_node"), row.get("network"), program.newer),
-            device_of(row["gpu"]),
-        )
+    cluster, device = _cluster_of(row, program, remarks)
     dtype = str(row.get("dtype") or "bfloat16").strip().lower()
-    cluster, narrow = _in_dtype(on_cluster(program, cluster), str(device), dtype, remarks)
-    if row.get("network") and ports_of(row["network"]) == (0, 0.0):
-        remarks.append(f"network {row['network']!r} says no rate, as 8x400Gb/s does: that of {cluster.name} is taken")
+    cluster, narrow = _in_dtype(on_cluster(program, cluster), device, dtype, remarks)
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
@@ -217,7 +209,18 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
         for key in sorted(table.keys() - set(known))
     ]
     memory = float(row.get("memory_gib") or 0) * 2**30
-    return MeasuredStep(said, name, str(device), cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+    return MeasuredStep(said, name, device, cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+
+
+def _cluster_of(row: Mapping[str, Any], program: PricedProgram, remarks: list[str]) -> tuple[Cluster, str]:
+    """The cluster that a row names, or that of its GPU and network, and what its rows are judged with."""
+    if row.get("cluster") is not None:
+        return load(row["cluster"]), row["cluster"]
+    network = row.get("network")
+    cluster = cluster_of(row["gpu"], row.get("gpus_per_node"), network, program.newer)
+    if network and ports_of(network) == (0, 0.0):
+        remarks.append(f"network {network!r} says no rate, as 8x400Gb/s does: that of {cluster.name} is taken")
+    return cluster, device_of(row["gpu"])
 
 
 def _experts_of(
