@@ -23,7 +23,7 @@ from summa3d.plan.programs.devices import cluster_of
 from summa3d.plan.programs.experts import layout_of, travelling
 from summa3d.plan.programs.memory import FRAGMENTS, RESERVE, bytes_of
 from summa3d.plan.programs.sizes import block_parameters
-from summa3d.plan.programs.step import OPTIMIZER_BYTES, rank_parameters, step
+from summa3d.plan.programs.step import OPTIMIZER_BYTES, rank_parameters, replicas_of, step
 
 MODEL = {"family": "qwen3_moe", "layers": 6, "hidden": 96, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 80}
 MODEL |= {"experts": 12, "top_k": 3, "vocabulary": 1000}
@@ -239,6 +239,8 @@ def test_a_rack_is_filled_by_as_many_as_divide_the_job_and_has_the_ports_of_its_
     assert tree.filled(320) == tree
     pods = Cluster("pods", (*rack.level_names[:-1], "pod", "network"), rack.numbers | _level(rack, "network", "pod", 576))
     assert [level.size for level in pods.filled(128).levels] == [4, 64, 576, 0] and pods.filled(128)["pod.ports"] == 64
+    threes = pods.replaced({"pod.size": 216.0})
+    assert threes.filled(128) == threes  # a pod has no whole number of parts of 64
     assert cluster_of("H100").filled(12) == cluster_of("H100") and load("frontier").filled(12) == load("frontier")
 
 
@@ -246,6 +248,17 @@ def _level(cluster: Cluster, name: str, as_name: str = "", size: int = 0) -> dic
     """The numbers of a level, under another name with a size."""
     own = {key.partition(".")[2]: number for key, number in cluster.numbers.items() if key.startswith(f"{name}.")}
     return {f"{as_name}.{key}": number for key, number in (own | {"size": Number(size, "assumed")}).items()} if as_name else own
+
+
+def test_owners_of_experts_hold_as_many_bytes_as_their_program_says(tmp_path: Path) -> None:
+    """InternEvo's hold ten more a parameter than the twelve of masters and moments, of experts as of other weights."""
+    row = read(tmp_path, program="internevo", gpu="A800", recompute="full")
+    dense, of_experts = rank_parameters(row.given, MODEL["layers"])
+    other = dense + MODEL["vocabulary"] * H * 2
+    twelve = bytes_of({**row.given, "profile": "deepspeed-zero"}) - RESERVE
+    eager = bytes_of(row.given) - RESERVE
+    owners, copies = (replicas.owners for replicas in replicas_of(row.given))
+    assert eager - twelve == pytest.approx(FRAGMENTS * 10 * (other / owners + of_experts / copies), rel=0.02)
 
 
 def test_plans_of_a_program_share_out_experts() -> None:

@@ -124,6 +124,18 @@ def is_possible(cluster: Cluster, key: str, factor: float) -> bool:
     return True
 
 
+def test_plan_1_is_explained_beside_the_second(searched: tuple[PlanSearch, Any]) -> None:
+    search, found = searched
+    said = "\n".join(explain(found, 1, search.times))
+    heads = re.search(r"^ {16}(.*)$", said, re.MULTILINE)
+    assert heads is not None and heads[1].split()[0] == "1" and len(heads[1].split()) > 1
+    (values,) = re.findall(r"^s/step +(.*)$", said, re.MULTILINE)
+    assert values.split()[0] == f"{found.best[0].seconds:.4g}" and len(values.split()) == len(
+        re.split(r" {2,}", heads[1].strip())
+    )
+    assert "regret of plan 1" in said or "plan 1 stays the fastest of the plans shown" in said
+
+
 def test_a_plan_that_was_not_kept_is_refused_before_any_is_printed(searched: tuple[PlanSearch, Any]) -> None:
     search, found = searched
     with pytest.raises(ConfigError, match="--explain 99: the plans that are kept are 1 to 3"):

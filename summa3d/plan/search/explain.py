@@ -34,6 +34,8 @@ def _explained(result: Found, number: int, times: Times) -> Iterator[str]:
     item, first = result.best[number - 1], result.best[0]
     others = {"1": first, f"best of {item.plan.family}": result.families[item.plan.family]}
     columns = {str(number): item, **{name: other for name, other in others.items() if other is not item}}
+    if len(columns) == 1 and len(result.best) > 1:
+        columns["2"] = result.best[1]
     yield f"\nplan {number}: {item.plan}"
     yield from _terms(columns)
     yield from _bound(result, item, times)
@@ -156,7 +158,7 @@ def _ahead(cluster: Cluster, key: str, factor: float, pair: ShownPlans) -> bool:
 def _regret(result: Found, keys: list[str], times: Times) -> str:
     """Loss of plan 1 against the best of the shown plans where one number is other than described: the worst one simulated."""
     shown = ShownPlans([*{str(item.plan): item for item in (*result.best, *result.families.values())}.values()], times)
-    worst, at = 0.0, "no number"
+    worst, at = 0.0, ""
     for key in keys:
         for factor in SHAKE:
             changed = shown.on(result.cluster, key, factor)
@@ -165,4 +167,6 @@ def _regret(result: Found, keys: list[str], times: Times) -> str:
     if worst:
         seconds = [other.seconds(plan) for plan in shown.plans]
         worst = seconds[0] / min(seconds) - 1
+    if not worst:
+        return "plan 1 stays the fastest of the plans shown, if one number is 20 % off"
     return f"regret of plan 1 among the plans shown, if one number is 20 % off: {worst:.1%} at most ({at})"
