@@ -53,7 +53,7 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
     values = {
         key: float(value) for key, value in {**about, **(about.get("newer", {}) if newer else {})}.items() if key not in TEXTS
     }
-    cluster = cluster.replaced({key: value for key, value in values.items() if key in cluster.numbers}, "datasheet")
+    cluster = cluster.replaced(values, "datasheet")
     sizes = _sizes(gpu, cluster, gpus_per_node)
     values = {f"{name}.size": float(size) for name, size in sizes.items()}
     inner = cluster.levels[-2] if len(cluster.levels) > 1 else cluster.levels[0]
@@ -64,7 +64,7 @@ def cluster_of(gpu: str, gpus_per_node: int | None = None, network: str | None =
     if rate:
         many = ports or max(1, min(whole // nodes, round(rate / 50e9)))
         values |= {"network.ports": float(nodes * many), "network.bandwidth": PART * rate / (1 if ports else many)}
-    return cluster.replaced({key: value for key, value in values.items() if key in cluster.numbers}, "datasheet")
+    return cluster.replaced(values, "datasheet")
 
 
 def _sizes(gpu: str, cluster: Cluster, node: int | None) -> dict[str, int]:

@@ -169,8 +169,8 @@ def _plans(
         return (fixed[key],) if key in fixed else values
 
     sharded = "prefetch" in program.switches
-    several = [c for c in CONTEXTS if c == 1 or model.sequence // c >= FEWEST_POSITIONS]
-    contexts = several if program.newer and not sharded else [1]
+    shares_out = program.newer and not sharded
+    contexts = [c for c in CONTEXTS if c == 1 or (shares_out and model.sequence // c >= FEWEST_POSITIONS)]
     for tp in of("tp", [1] if sharded else [t for t in divisors(ranks) if t <= MOST_TENSOR_RANKS and model.heads % t == 0]):
         for pp in of("pp", [1] if sharded else [p for p in divisors(ranks // tp) if p <= model.layers]):
             for cp in of("cp", contexts):
@@ -178,8 +178,8 @@ def _plans(
                 for shards in of("shards", [outer] if sharded else [1]) if not left and outer else ():
                     if outer % shards == 0 and outer // shards == fixed.get("dp", outer // shards):
                         grid = {"tp": tp, "pp": pp, "cp": cp, "shards": shards, "dp": outer // shards}
-                        shared_out = model.num_experts and program.newer and not sharded
-                        among = divisors(gcd(model.num_experts, cp * shards * grid["dp"])) if shared_out else [1]
+                        ranks_of_experts = gcd(model.num_experts, cp * shards * grid["dp"])
+                        among = divisors(ranks_of_experts) if shares_out and model.num_experts else [1]
                         for ep in of("ep", among):
                             if ep in among:
                                 yield from _with_grid(sizes, {**grid, "ep": ep}, program, of)

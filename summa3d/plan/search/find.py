@@ -20,7 +20,7 @@ from ..programs.bands import own_band
 from .explain import explain
 from .export import configured
 from .memory import usable
-from .plans import Plan, positive
+from .plans import Plan
 from .request import Request, bytes_of, request, space_of
 from .search import Found, PlanSearch, Priced, ProgressCallback
 from .store import Store
@@ -155,7 +155,6 @@ def find_plans(
     """
     if top < 1:
         raise ConfigError(f"--top is {top}; it must be at least 1.")
-    positive("ranks", ranks)
     described = (cluster if isinstance(cluster, Cluster) else load(str(cluster))).filled(ranks)
     if memory is not None:
         described = described.replaced({"device.memory": bytes_of(memory) if isinstance(memory, str) else memory}, "assumed")
