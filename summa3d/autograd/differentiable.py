@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, is_grad_enabled
@@ -28,6 +28,7 @@ from ..gemm.algorithms.workspace import Workspace
 from ..gemm.any_layout.executor import AnyProduct
 from ..gemm.any_layout.plan import AnyPlan, Owned
 from ..gemm.any_layout.planned import plan_any
+from ..gemm.pieces.arrivals import GatheredBehind
 from ..gemm.pieces.slabs import multiply_in_slabs, start_sums
 from ..gemm.symmetric.executor import SymmetricProduct
 from ..gemm.symmetric.plan import SymmetricPlan
@@ -144,6 +145,10 @@ class Product(ABC):
     def source(self) -> PrefetchSource | None:
         """The source from which backward prefetches B; None where backward does not gather B, or does not prefetch it."""
         return None
+
+    def takes_weight_first(self, c: Tensor) -> bool:
+        """Return whether backward takes dB of this dC before dA: the sum of the first is in flight behind the other's product."""
+        return False
 
     def share(self, c: Tensor) -> Any:
         """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
@@ -307,19 +312,11 @@ class GatheredProduct(Product):
 
     def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
         """Return B gathered along x, prefetched where possible; a prefetched B has a buffer of its own, never a view."""
-        gathered = self._prefetched(b, forward)
-        return self.cuboid.gather_b(b, view) if gathered is None else gathered
-
-    def _prefetched(self, b: Tensor, forward: bool) -> Tensor | None:
-        """Return B gathered along x by the prefetch, in a buffer of its own; None where the product gathers it."""
-        source = self.in_flight.source
-        if source is None or self.cuboid.x.size == 1:
-            return None
-        gathered = source.prefetcher.gather(source, forward, b, self._start_prefetch)
-        return None if gathered is None else self.cuboid.ledger.track(gathered)
-
-    def _start_prefetch(self, b: Tensor) -> Pending:
-        return self.cuboid.start_gather_b(b)
+        source, cuboid = self.in_flight.source, self.cuboid
+        if source is None or cuboid.x.size == 1:
+            return cuboid.gather_b(b, view)
+        gathered = source.prefetcher.gather(source, forward, b, cuboid.start_gather_b)
+        return cuboid.gather_b(b, view) if gathered is None else cuboid.ledger.track(gathered)
 
 
 @dataclass
@@ -334,8 +331,8 @@ class PiecedCuboidProduct(GatheredProduct):
     """The cuboid product and both gradients in the plan's pieces, each operand behind what is multiplied meanwhile.
 
     The first gradient gathers dC in pieces, and the second has it; dA's cells are on their way while dB is multiplied. What is
-    prefetched comes in pieces behind what is waited for, and as a whole what is gathered in a node's memory. Words are those of
-    `GatheredProduct`.
+    prefetched comes in pieces behind what is waited for, the last of them while it is multiplied; as a whole what is gathered in
+    a node's memory. Words are those of `GatheredProduct`.
     """
 
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
@@ -345,10 +342,15 @@ class PiecedCuboidProduct(GatheredProduct):
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, and the shards or (without `regather`) the gathered operands."""
         self.cuboid.check(a, b)
-        here = self._prefetched(b, forward=True)
+        here = self._prefetched(self.cuboid, "b", b, forward=True)
         started = self.cuboid.start_in_pieces({"a": a, "b": b}, {"b": here} if here is not None else {}, self.regather, False)
         kept = (a, b) if self.regather else (started.gathered["a"], started.gathered["b"])
         return started.wait(), kept
+
+    def takes_weight_first(self, c: Tensor) -> bool:
+        """Return whether dB's sum moves between nodes, and dA's does not."""
+        of_b, of_a = (axis.size > 1 and not axis.offers_views(c) for axis in (self.cuboid.x, self.cuboid.y))
+        return of_b and not of_a
 
     def share(self, c: Tensor) -> Any:
         """Return dC for both gradients: gathered where the node's memory does it, else as the first of them will gather it."""
@@ -363,20 +365,29 @@ class PiecedCuboidProduct(GatheredProduct):
     def _gathers_as_a_whole(self, c: Tensor) -> bool:
         return self.cuboid.z.size > 1 and self.cuboid.z.offers_views(c)
 
-    def _start_prefetch(self, b: Tensor) -> Pending:
-        return self.cuboid.start_gather_b(b, behind=True)
+    def _prefetched(self, executor: Cuboid, operand: str, b: Tensor, forward: bool) -> Any:
+        """Return B, an operand, as its prefetch has it: gathered, or on its way; None where the product gathers it."""
+        source = self.in_flight.source
+        if source is None or self.cuboid.x.size == 1:
+            return None
+        start = partial(executor.start_gather_behind, operand)
+        return source.prefetcher.gather(source, forward, b, start, self._as_far_as_it_is)
+
+    def _as_far_as_it_is(self, pending: Pending) -> Any:
+        return pending if isinstance(pending, GatheredBehind) else self.cuboid.ledger.track(pending.wait())
 
     def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA; its cells along y may be on their way when this returns."""
-        here = self._prefetched(b, forward=False) if self.regather else b
+        operand = "b" if self.of_a.c_first else "a"
+        here = self._prefetched(self._grad_a, operand, b, forward=False) if self.regather else b
         return self._start(self._grad_a, self.of_a, shared, b, here)
 
     def start_grad_b(self, shared: Any, a: Tensor) -> Pending:
         """Start dB; its cells along x may be on their way when this returns."""
         return self._start(self._grad_b, self.of_b, shared, a, None if self.regather else a)
 
-    def _start(self, executor: Cuboid, gradient: Gradient, shared: SharedGradient, other: Tensor, here: Tensor | None) -> Pending:
-        """Start a gradient's product of dC and the other operand, which is gathered already where it is `here`."""
+    def _start(self, executor: Cuboid, gradient: Gradient, shared: SharedGradient, other: Tensor, here: Any) -> Pending:
+        """Start a gradient's product of dC and the other operand, which is gathered, or on its way, where it is `here`."""
         blocks = dict(zip("ab", gradient.ordered(shared.block, other), strict=True))
         gathered = zip("ab", gradient.ordered(shared.whole, here), strict=True)
         started = executor.start_in_pieces(blocks, {name: item for name, item in gathered if item is not None}, view=True)

@@ -34,7 +34,7 @@ class PrefetchSource:
     ----------
     used : of each micro-batch, the parameters that its forward used; a recomputation prefetches from them
     saved : of each micro-batch, B's block as its forward saved it for backward
-    start : starts the all-gather of a block of B
+    starts : what starts the all-gather of a block of B, for the product itself (True) and for its gradient
     has_graph : whether the last product has a backward
 
     `used` and `saved` are held until the micro-batch's backward has gathered them, or has ended.
@@ -44,7 +44,7 @@ class PrefetchSource:
         self, prefetcher: Prefetcher, parts: Callable[[], Sequence[Tensor]], make: Callable[[Sequence[Tensor]], Tensor]
     ) -> None:
         self.prefetcher, self.parts, self.make = prefetcher, parts, make
-        self.start: Callable[[Tensor], Pending] | None = None
+        self.starts: dict[bool, Callable[[Tensor], Pending]] = {}
         self.has_graph = False
         self.used: dict[MicroBatchKey, Sequence[Tensor]] = {}
         self.saved: dict[MicroBatchKey, Tensor] = {}
@@ -89,7 +89,7 @@ class _GatherPass:
         self.seen: list[Use] = []
         self._in_flight: deque[_Prefetch] = deque()
 
-    def gather(self, use: Use, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor:
+    def gather(self, use: Use, b: Tensor, start: Callable[[Tensor], Pending], take: Callable[[Pending], Any]) -> Any:
         """Return B gathered for `use`, from the prefetch if it matches, else by a new all-gather; start the next prefetches."""
         stamp = _stamp(use.source.parts() if use.forward else (b,))
         prefetched = self._in_flight.popleft() if self._in_flight else None
@@ -103,7 +103,7 @@ class _GatherPass:
         self.seen.append(use)
         if not use.forward:
             use.source.saved.pop(self.key, None)
-        gathered: Tensor = (start(b) if prefetched is None else prefetched.pending).wait()
+        gathered = take(start(b) if prefetched is None else prefetched.pending)
         self.start_prefetches()
         if self.backward and len(self.seen) == len(self.expected):
             self.release()
@@ -130,9 +130,10 @@ class _GatherPass:
             else:
                 operand = source.saved.get(self.key)
                 parts = None if operand is None else (operand,)
-        if parts is None or operand is None or source.start is None:
+        start = source.starts.get(use.forward)
+        if parts is None or operand is None or start is None:
             return None
-        return _Prefetch(use, _stamp(parts), source.start(operand.detach()))
+        return _Prefetch(use, _stamp(parts), start(operand.detach()))
 
     def drain(self) -> None:
         """Wait for the unused prefetches: every member of the axis started them, so every member must complete them."""
@@ -183,7 +184,14 @@ class Prefetcher:
         self._end_backward()
         self._order.clear()
 
-    def gather(self, source: PrefetchSource, forward: bool, b: Tensor, start: Callable[[Tensor], Pending]) -> Tensor | None:
+    def gather(
+        self,
+        source: PrefetchSource,
+        forward: bool,
+        b: Tensor,
+        start: Callable[[Tensor], Pending],
+        take: Callable[[Pending], Any] = lambda pending: pending.wait(),
+    ) -> Any:
         """Return B gathered, in a new buffer; None outside a pass.
 
         Parameters
@@ -192,14 +200,16 @@ class Prefetcher:
         forward : True for the product itself, False for its gradient
         b : this rank's block of B
         start : starts the all-gather of a block of B
+        take : what is returned of a gather in flight, before the next ones start; by default its result
         """
-        source.start, use = start, Use(source, forward)
+        use = Use(source, forward)
+        source.starts[forward] = start
         current = self._current(use)
         if current is None:
             return None
         if forward and current.has_backward:
             source.used[current.key] = [part.detach() for part in source.parts()]
-        return current.gather(use, b, start)
+        return current.gather(use, b, start, take)
 
     def _current(self, use: Use) -> _GatherPass | None:
         """Return the pass that a gather belongs to.

@@ -88,12 +88,14 @@ def check(
     overlaps: list[Overlap],
     kinds: list[tuple[str, int]] = RECOMPUTE,
     dtype: str = "float64",
+    pieces: int = 1,
 ) -> None:
     weights = torch.float64 if dtype == "float64" else torch.float32
-    plain = build(FAMILIES[family], scheme(name, grid, regather), weights, seed=3)
+    plain = build(FAMILIES[family], scheme(name, grid, regather, overlap=Overlap(pieces=pieces)), weights, seed=3)
     want = {recompute: steps(plain, recompute, dtype) for recompute in kinds}
     assert all(grad.any() for name, grad in want[kinds[0]].gradients[-1].items() if "blocks" in name)
     for overlap in overlaps:
+        overlap = replace(overlap, pieces=pieces)
         model = build(FAMILIES[family], scheme(name, grid, regather, overlap=overlap), weights, seed=3)
         for recompute in kinds:
             check_same(steps(model, recompute, dtype), want[recompute], (name, grid, family, overlap, recompute))
@@ -124,6 +126,23 @@ def test_nor_in_the_other_schemes_that_start_what_they_wait_for(make_grid, name,
 def test_no_combination_of_switches_changes_a_bit_or_a_word(make_grid, node_memory, every):
     grid = make_grid(check=False, node_memory=node_memory, x=2, z=2)
     check(grid, "cuboid", "gpt2", True, EVERY[1:] if every else SOME[node_memory], RECOMPUTE[2:3])
+
+
+@pytest.mark.mpi(sizes=(4,))
+@pytest.mark.parametrize(
+    ("axes", "family", "regather", "dtype"),
+    [
+        ({"x": 4}, "gpt2", True, "float64"),
+        ({"x": 2, "y": 2}, "llama", True, "bfloat16"),
+        ({"x": 2, "z": 2}, "gpt2", False, "float64"),
+        ({"x": 2, "y": 2}, "gpt2", True, "float64"),
+    ],
+    ids=["x4", "x2-y2-bfloat16", "x2-z2-keep", "x2-y2"],
+)
+def test_weights_on_their_way_in_pieces_change_no_bit_and_no_word(make_grid, axes, family, regather, dtype):
+    """Those that products of them take as far as they have come, which begin behind attention, too."""
+    grid = make_grid(check=False, node_memory=False, **axes)
+    check(grid, "cuboid", family, regather, [Overlap(1), Overlap(2, False)], RECOMPUTE[::2], dtype, pieces=3)
 
 
 @pytest.mark.mpi(sizes=(4,))

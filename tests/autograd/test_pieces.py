@@ -16,8 +16,8 @@ from summa3d.errors import AgreementError
 from summa3d.gemm import Cuboid, CuboidPlan, volume
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
-from summa3d.gemm.pieces.behind import TAG
-from summa3d.gemm.pieces.executor import Rounds
+from summa3d.gemm.pieces.arrivals import TAG, PiecedOperand
+from summa3d.gemm.pieces.behind import BehindQueue
 from summa3d.layout import Layout, distribute, split_sizes
 
 M, N, K = 29, 23, 31
@@ -194,16 +194,21 @@ def test_what_is_gathered_behind_begins_no_piece_while_what_is_waited_for_is_und
     a, b = (whole.detach() for whole in operands(plan)[:2])
     blocks = distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout)
     cuboid, events = Cuboid(plan, grid), []
-    receive, take = Axis.start_receive, Rounds._take
+    receive, wait = Axis.start_receive, PiecedOperand.wait
 
     def noted(axis, array, source, tag=0):
         events.append("behind" if tag == TAG else "posted")
         return receive(axis, array, source, tag)
 
     monkeypatch.setattr(Axis, "start_receive", noted)
-    monkeypatch.setattr(Rounds, "_take", lambda rounds: (take(rounds), events.append("arrived"))[0])
+
+    def waited(operand, number):
+        wait(operand, number)
+        events.extend([] if operand.tag == TAG else ["arrived"])
+
+    monkeypatch.setattr(PiecedOperand, "wait", waited)
     with grid.ledger.watch() as moved:
-        gathered = cuboid.start_gather_b(blocks[1], behind=True)
+        gathered = cuboid.start_gather_behind("b", blocks[1])
         for _ in range(2):
             c = cuboid.run(*blocks)
         whole = gathered.wait()
@@ -241,3 +246,77 @@ def test_weights_that_replicas_share_move_in_the_pieces_of_their_product(make_gr
     both = [of(plan, grid.shape).cost_of(grid.coordinates) for of in (volume.of_plan, volume.gradients)]
     own = sum(row.amounts.messages for row in moved.rows if row.axis == "y")
     assert own == sum(cost.messages for cost in both) > 6
+
+
+@pytest.mark.mpi(sizes=(2, 4, 8))
+def test_an_operand_on_its_way_is_multiplied_as_it_arrives(comm, make_grid):
+    """Whatever has come of it before: none, some pieces, all. Products and words are those without, and nothing comes twice."""
+    x, y, z = {2: (2, 1, 1), 4: (2, 2, 1), 8: (2, 2, 2)}[comm.size]
+    grid = make_grid(x=x, y=y, z=z, node_memory=False)
+    for turn, (form, fines) in enumerate(FINES.items()):
+        for operand, axis in (("b", "x"), ("a", "y")):
+            plan = CuboidPlan(form, M, N, K, "x", "y", "z", *fines, pieces=3)
+            cuboid, (a, b) = Cuboid(plan, grid), (whole.detach() for whole in operands(plan)[:2])
+            blocks = {"a": distribute(a, grid, plan.a_layout), "b": distribute(b, grid, plan.b_layout)}
+            plain = cuboid.start_in_pieces(blocks, {}, True).wait()
+            with grid.ledger.watch() as moved:
+                gather = cuboid.start_gather_behind(operand, blocks[operand])
+                if grid[axis].size == 1:
+                    assert gather.wait() is blocks[operand]
+                    continue
+                for _ in range(turn):
+                    gather.step()
+                if turn == 3:
+                    gather.finish()
+                started = cuboid.start_in_pieces(blocks, {operand: gather}, True)
+            assert torch.equal(started.wait(), plain) and gather.done and not BehindQueue.of(grid)
+            assert started.gathered[operand] is gather.wait()
+            once = volume.of_plan(plan, grid.shape).cost_of(grid.coordinates)
+            assert (moved.words, moved.messages) == (once.words, once.messages), plan
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_one_that_is_used_completes_those_before_it_and_lets_none_behind_it_begin(comm, make_grid, monkeypatch):
+    """Messages of one rank to another come in the order of the queue, whatever has arrived."""
+    receive, posted = Axis.start_receive, []
+    monkeypatch.setattr(Axis, "start_receive", lambda axis, array, *to: (posted.append(array), receive(axis, array, *to))[1])
+    grid, plan = make_grid(x=4, y=1, z=1, node_memory=False), CuboidPlan("nn", M, N, K, pieces=2)
+    cuboid, (a, b) = Cuboid(plan, grid), (whole.detach() for whole in operands(plan)[:2])
+    block, factors = distribute(b, grid, plan.b_layout), (1, 2, 3)
+    gathers = [cuboid.start_gather_behind("b", factor * block) for factor in factors]
+    blocks = {"a": distribute(a, grid, plan.a_layout)}
+    second = cuboid.start_in_pieces(blocks, {"b": gathers[1]}, True).wait()
+    assert close(second, grid, plan.c_layout, 2 * a @ b) and gathers[0].done
+    assert torch.equal(gathers[2].wait(), 3 * gathers[0].wait()) and not BehindQueue.of(grid)
+    arrays = [gather.operand.array.untyped_storage().data_ptr() for gather in gathers]
+    numbers = [arrays.index(array.untyped_storage().data_ptr()) for array in posted]
+    assert numbers == sorted(numbers) and {*numbers} == {0, 1, 2}
+
+
+@pytest.mark.mpi(sizes=(2, 4))
+def test_before_long_arithmetic_all_pieces_may_be_under_way_where_nothing_else_moves(comm, make_grid):
+    grid = make_grid(x=2, y=comm.size // 2, z=1, node_memory=False)
+    plan = CuboidPlan("nn", M, N, K, pieces=4)
+    cuboid, block = Cuboid(plan, grid), distribute(operands(plan)[1].detach(), grid, plan.b_layout)
+    gathers = [cuboid.start_gather_behind("b", block) for _ in range(2)]
+    BehindQueue.of(grid).fill()
+    assert [gather.operand.has_started for gather in gathers][comm.size // 4 :] == ([True, True] if comm.size == 2 else [False])
+    assert torch.equal(gathers[1].wait(), gathers[0].wait())
+
+
+@pytest.mark.mpi(sizes=(2, 4))
+def test_the_weights_gradient_comes_first_where_its_sum_alone_moves_between_nodes(comm, make_grid, monkeypatch):
+    """So that its sum is in flight behind the input's gradient."""
+    for node_memory in (False, True):
+        grid = make_grid(x=2, y=comm.size // 2, z=1, node_memory=node_memory)
+        plan, order, start = CuboidPlan("nn", M, N, K, pieces=2), list[str](), PiecedCuboidProduct._start
+
+        def noted(bound, executor, *given, order=order, start=start):
+            order.append("a" if executor is bound._grad_a else "b")
+            return start(bound, executor, *given)
+
+        monkeypatch.setattr(PiecedCuboidProduct, "_start", noted)
+        found, _, _ = gradients(grid, plan, True)
+        monkeypatch.undo()
+        assert all(close(got, grid, layout, want) for got, want, layout in found)
+        assert order == (["b", "a"] if comm.size == 2 and not node_memory else ["a", "b"])

@@ -53,11 +53,11 @@ ACROSS = {"k": (41, 67, 13), "m": (13, 41, 97), "n": (41, 13, 97)}
 @pytest.mark.mpi(sizes=(3, 6))
 @pytest.mark.parametrize(("kind", "dtype"), [("numpy", "float64"), ("torch", "bfloat16")])
 def test_pieces_across_the_split_dim_are_right_and_cost_their_formula(comm, make_grid, kind, dtype):
-    for number, (form, operand, fine) in enumerate(product(FORMS, "ab", (0, 1))):
-        shape = {"x": 1, "y": 1, "z": comm.size // 3, {"a": "y", "b": "x"}[operand]: 3}
+    for number, (form, operand, fine) in enumerate(product(FORMS, "abc" if comm.size == 3 else "ab", (0, 1))):
+        shape = {"x": 1, "y": 1, "z": comm.size // 3, {"a": "y", "b": "x", "c": "z"}[operand]: 3}
         plan = CuboidPlan(form, 1, 1, 1, **{f"{operand}_fine": fine})
         m, n, k = ACROSS[plan.fine_dims[operand]]
-        plan = replace(plan, m=m, n=n, k=k, pieces=2 + number % 3, c_fine=number % 2)
+        plan = replace(plan, m=m, n=n, k=k, pieces=2 + number % 3, c_fine=fine if operand == "c" else number % 2)
         assert is_crosswise(plan, operand, shape), (form, operand, fine)
         check_product(make_grid(**shape, node_memory=False), plan, kind, dtype, -1.5, number % 2, True)
 
@@ -71,10 +71,14 @@ def test_pieces_are_cut_across_the_split_dim_where_products_pass_less_for_what_i
         ("nt", "b", (12800, 1024, 2048), True),
         ("nn", "b", (12800, 1024, 2048), False),
         ("tn", "a", (64, 64, 65536), False),
+        ("tn", "c", (512, 2048, 4096), True),
+        ("tn", "c", (4096, 512, 512), False),
     ):
         plan = CuboidPlan(form, *sizes, pieces=8)
-        shape = {"x": 1, "y": 1, "z": 1, {"a": "y", "b": "x"}[operand]: 2}
+        shape = {"x": 1, "y": 1, "z": 1, {"a": "y", "b": "x", "c": "z"}[operand]: 2}
         assert is_crosswise(plan, operand, shape) is expected, plan
+        if operand == "c":  # as A arrives row by row, rows of C are complete
+            assert not is_crosswise(plan, operand, {**shape, "y": 2})
         assert not is_crosswise(replace(plan, pieces=1), operand, shape)
 
 

@@ -19,7 +19,7 @@ from ...comm.prepared import Prepared
 from ...errors import ShapeError
 from ...layout.layout import Layout
 from ..local.blas import scale
-from ..pieces.executor import PiecedProduct, StartedProduct, WholeMoves
+from ..pieces.executor import HERE, PiecedProduct, StartedProduct, WholeMoves
 from .checks import check_pieces
 from .executor import Executor
 from .plan import ProductPlan
@@ -236,16 +236,19 @@ class Cuboid(Executor):
         """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
         return self._gathered("b", b, view)
 
-    def start_gather_b(self, b: Array, behind: bool = False) -> Pending:
-        """Start gathering B along x, into memory of its own. Words: gathered − own.
+    def start_gather_b(self, b: Array) -> Pending:
+        """Start gathering B along x, into memory of its own. Words: gathered − own."""
+        return self._moves["b"].gather.of(b).start(b)
 
-        behind : between nodes it comes in the plan's pieces, which travel where products leave the port free
+    def start_gather_behind(self, operand: str, block: Array) -> Pending:
+        """Start gathering A or B for the product to come, into memory of its own. Words: gathered − own.
+
+        Between nodes it comes in the plan's pieces, which travel where products leave the port free: `GatheredBehind`.
         """
-        moves = self._moves["b"]
-        if not behind or moves.alone or moves.axis.offers_views(b) or prod(moves.whole) == 0:
-            return moves.gather.of(b).start(b)
-        sizes = self.plan.fine_sizes("b", moves.whole[moves.dim], moves.axis.size)
-        return self.workspace.behind.start(moves.axis, b, moves.whole, moves.dim, sizes, self.plan.pieces)
+        moves = self._moves[operand]
+        if moves.alone or moves.axis.offers_views(block) or prod(moves.whole) == 0:
+            return moves.gather.of(block).start(block)
+        return self._in_pieces().start_behind(operand, block)
 
     def gather_c(self, c: Array, view: bool = False) -> Array:
         """A gradient of C gathered along z: what both dA and dB are products of. `view` as in gather_a, along z."""
@@ -266,12 +269,13 @@ class Cuboid(Executor):
         return axis.allocate(whole, like) if worth else None
 
     def start_in_pieces(
-        self, blocks: Mapping[str, Array], here: Mapping[str, Array], view: bool, in_flight: bool = True
+        self, blocks: Mapping[str, Array], here: Mapping[str, Any], view: bool, in_flight: bool = True
     ) -> StartedProduct:
         """Start C = op(A)·op(B) in the plan's pieces, in memory of its own; its sum may be in flight when this returns.
 
-        blocks, here : this rank's blocks, and operands that were gathered before. view : whether what is gathered in the node's
-        memory may be a view. in_flight : whether a sum there, where it is not cut, is left in flight, too
+        blocks : this rank's. here : operands that were gathered before, or that `start_gather_behind` has started. view : whether
+        what is gathered in the node's memory may be a view. in_flight : whether a sum there, where it is not cut, is left in
+        flight, too
         """
         scatter = self._moves["c"].scatter
         like = next(iter((*blocks.values(), *here.values())))
@@ -285,9 +289,12 @@ class Cuboid(Executor):
             return collective.start(partial, out) if in_flight else Completed(collective.run(partial, out))
 
         moves = WholeMoves(lambda name, block: self._gathered(name, block, view), summand, add)
+        return self._in_pieces(moves).start(blocks, empty(self.c_block, like), here=here)
+
+    def _in_pieces(self, whole: WholeMoves = HERE) -> PiecedProduct:
+        """This product in pieces, in workspace of its own; `whole` moves what is not cut."""
         grid, workspace = self.grid, Workspace(self.grid, stays=False)
-        product = PiecedProduct(self.plan, grid.shape, grid.coordinates, workspace, self._moves, moves)
-        return product.start(blocks, empty(self.c_block, like), here=here)
+        return PiecedProduct(self.plan, grid.shape, grid.coordinates, workspace, self._moves, whole)
 
     def scatter_c(self, partial: Array) -> Array:
         """C summed along z and scattered to its layout. Words: (Z−1)·own."""

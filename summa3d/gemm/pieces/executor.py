@@ -4,150 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
 from ...comm.axis import Axis
-from ...comm.device.arrays import Array, is_half, is_on_device
+from ...comm.device.arrays import Array, is_half
 from ...comm.pending import Completed, Pending
 from ...layout.layout import Coordinates
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
-from .behind import BehindQueue
-from .schedule import DimRange, DimRanges, OperandPart, PiecedSchedule, Round, SumCell, schedule_of, shared, slabs, within
+from .arrivals import TAG, GatheredBehind, PiecedOperand, Rounds
+from .schedule import DimRanges, PiecedSchedule, SumCell, schedule_of, shared, slabs, within
 from .slabs import cut_dims
-
-WINDOW = 2
-"""Rounds in flight: the one that is waited for, and the next, so that a port does not wait for this rank's arithmetic."""
-
-
-@dataclass
-class PiecedOperand:
-    """An operand on its way along `axis` in rounds, of which there are none where it is here as a whole.
-
-    dim : the dim of the stored block that the axis splits. whole : the gathered shape. own : the range that is here at first.
-        array : the gathered block. operand : that, as it is multiplied
-    """
-
-    workspace: Workspace
-    name: str
-    axis: Axis
-    dim: int
-    whole: tuple[int, int]
-    rounds: Sequence[Round]
-    own: DimRange
-    array: Array = None
-    operand: Array = None
-
-    def begin(self, block: Array) -> None:
-        """Lay the own block into the gathered one; on the host 16-bit floats are laid into another in float32, too."""
-        self.block = block
-        self.array = self.workspace.buffer(self.name, self.whole, block)
-        wide = is_half(block) and not is_on_device(block)
-        like = accumulation_like(block)
-        self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, like) if wide else self.array
-        own = OperandPart(self.own, (0, self.whole[1 - self.dim]))
-        self.workspace.copy(self.array[own.slices(self.dim)], block)
-        self._widen(own)
-
-    def post(self, number: int) -> tuple[Pending | None, Pending | None]:
-        """Start a round; returns its receive and its send. Parts of rows travel through memory where each is adjacent."""
-        source, receive, target, send = self.rounds[number]
-        coming = None if receive is None else self.axis.start_receive(self._landing(receive), source)
-        if send is None:
-            return coming, None
-        part = self.block[send.slices(self.dim)]
-        if not send.in_rows(self.dim, self.whole[1]):
-            part = self.workspace.copy(self._adjacent(send.moved(self.own[0])), part)
-        return coming, self.axis.start_send(part, target)
-
-    def arrived(self, number: int) -> None:
-        """Put together what a round has brought."""
-        receive = self.rounds[number].receive
-        if receive is None:
-            return
-        if not receive.in_rows(self.dim, self.whole[1]):
-            self.workspace.copy(self.array[receive.slices(self.dim)], self._landing(receive))
-        self._widen(receive)
-
-    def _landing(self, part: OperandPart) -> Array:
-        """Buffer in which a part of the gathered block is received."""
-        return self.array[part.slices(0)] if part.in_rows(self.dim, self.whole[1]) else self._adjacent(part)
-
-    def _adjacent(self, part: OperandPart) -> Array:
-        """Memory of a part, adjacent: of rows of the gathered block, in which parts of the same rows follow each other."""
-        rows, columns = part.slices(self.dim)
-        flat = self.workspace.buffer(f"columns {self.name}", (prod(self.whole),), self.array)
-        height = rows.stop - rows.start
-        start = rows.start * self.whole[1] + height * columns.start
-        return flat[start : start + part.words].reshape((height, columns.stop - columns.start))
-
-    def _widen(self, part: OperandPart) -> None:
-        if self.operand is not self.array:
-            at = part.slices(self.dim)
-            self.workspace.copy(self.operand[at], self.array[at])
-
-
-class Rounds:
-    """The rounds of arrivals, one after the other, of which `WINDOW` are in flight; and what is sent meanwhile.
-
-    behind : what is gathered behind the product begins its next piece where nothing of the product's is under way, so that what
-        is waited for is delayed by at most one piece of what is not; None where its sums are under way until its end
-    """
-
-    def __init__(self, arrivals: Sequence[PiecedOperand], behind: BehindQueue | None = None) -> None:
-        self._behind = behind
-        self._rounds = [(arrival, number) for arrival in arrivals for number in range(len(arrival.rounds))]
-        self._posted: list[Pending | None] = []
-        self._sends: list[Pending] = []
-        self._here = 0
-        self._post()
-
-    def need(self, count: int) -> None:
-        """Return once the first `count` rounds have arrived."""
-        while self._here < count:
-            self._take()
-
-    def progress(self) -> None:
-        """Take what has arrived."""
-        while self._here < len(self._posted) and ((first := self._posted[self._here]) is None or first.done):
-            self._take()
-        if self._behind and self._here == len(self._rounds) and all(send.done for send in self._sends):
-            self._behind.step()
-
-    def send(self, axis: Axis, array: Array, cell: SumCell) -> None:
-        """Send a cell, which stays as it is until `finish`; its tag tells it from others, whose products may be done before."""
-        self._sends.append(axis.start_send(array, cell.member, cell.number))
-
-    def need_all(self) -> None:
-        """Return once all rounds have arrived."""
-        self.need(len(self._rounds))
-
-    def finish(self) -> None:
-        """Return once all that was sent may be overwritten."""
-        for pending in self._sends:
-            pending.wait()
-        self._sends = []
-
-    def _take(self) -> None:
-        """Wait for the next round, and start the one behind those in flight before anything is done with it."""
-        pending = self._posted[self._here]
-        if pending is not None:
-            pending.wait()
-            self._posted[self._here] = None
-        arrival, number = self._rounds[self._here]
-        self._here += 1
-        self._post()
-        arrival.arrived(number)
-
-    def _post(self) -> None:
-        for arrival, number in self._rounds[len(self._posted) : self._here + WINDOW]:
-            coming, leaving = arrival.post(number)
-            self._posted.append(coming)
-            if leaving is not None:
-                self._sends.append(leaving)
 
 
 class Summation:
@@ -192,9 +61,10 @@ class Summation:
         return self.workspace.copy(self.workspace.buffer(f"cell {cell.member}.{cell.number}", memory.shape, self._like), memory)
 
     def _memory(self, flat: Array, cell: SumCell, base: int) -> Array:
-        rest, width = self.whole[1 - self.dim], cell.stop - cell.start
-        shape = (width, rest) if self.dim == 0 else (rest, width)
-        return flat[rest * (cell.start - base) : rest * (cell.stop - base)].reshape(shape)
+        (start, stop), (low, high) = cell.part
+        at = self.whole[1 - self.dim] * (start - base) + (stop - start) * low
+        shape = (stop - start, high - low) if self.dim == 0 else (high - low, stop - start)
+        return flat[at : at + cell.part.words].reshape(shape)
 
     def finish(self, memories: list[Array], out: Array, beta: Any) -> None:
         """out = β·out and the members' summands, added in their order; β·out comes along with this rank's own."""
@@ -204,8 +74,7 @@ class Summation:
         for cell, own in zip(self.cells, memories, strict=True):
             if cell.member != self.axis.index:
                 continue
-            low, high = cell.start - base, cell.stop - base
-            target = out[low:high] if self.dim == 0 else out[:, low:high]
+            target = out[cell.part.moved(-base).slices(self.dim)]
             if beta != 0:
                 own += target
             coming = [pending.wait() for _, pending in self._coming[cell]]
@@ -290,14 +159,19 @@ class PiecedProduct:
         self._z: Axis = moves["c"].axis
 
     def start(self, blocks: Mapping[str, Array], out: Array, alpha: Any = 1, beta: Any = 0, here: Any = None) -> StartedProduct:
-        """Start out = α·op(A)·op(B) + β·out. here : operands that were gathered before; of the others `blocks` has the blocks."""
+        """Start out = α·op(A)·op(B) + β·out.
+
+        here : operands that were gathered before, or are on their way; of the others `blocks` has the blocks
+        """
         here, roles = here or {}, dict(zip("abc", "yxz", strict=True))
-        alike = {**blocks, **here, "c": out}
-        whole = [name for name in roles if name in here or self._moves[name].axis.offers_views(alike[name])]
+        ahead = {name: item for name, item in here.items() if isinstance(item, GatheredBehind)}
+        alike, coming = {**blocks, **here, "c": out}, roles.keys() - ahead.keys()
+        whole = [name for name in coming if name in here or self._moves[name].axis.offers_views(alike[name])]
         staged = [getattr(self.plan, roles[name]) for name in whole]
         order = schedule_of(self.plan, self.grid_shape, self.at, staged)
         arrivals = [self._arrival(name, blocks, here, order) for name in "ab"]
-        flow = Rounds(arrivals, None if order.cells else self.workspace.behind)
+        flow = Rounds(arrivals, self.workspace.behind)
+        flow.post()
         places, finish = self._places(out, beta, order.cells)
         self._run(order, arrivals, flow, places, alpha, beta if self._z.size == 1 else 0)
         flow.need_all()
@@ -306,9 +180,23 @@ class PiecedProduct:
         def wait() -> Array:
             flow.finish()
             ending()
+            for item in ahead.values():
+                item.wait()
+            self.workspace.behind.step()
             return out
 
         return StartedProduct({arrival.name: arrival.array for arrival in arrivals}, wait)
+
+    def start_behind(self, name: str, block: Array) -> GatheredBehind:
+        """Start gathering A or B, which this product will need, between nodes, while others run. Words: gathered − own."""
+        moves, order = self._moves[name], schedule_of(self.plan, self.grid_shape, self.at)
+        sizes = moves.axis, moves.dim, moves.whole
+        arrival = PiecedOperand(self.workspace, name, *sizes, order.rounds[name], order.own[name], TAG)
+        arrival.begin(block)
+        alone = all(other.axis.size == 1 for role, other in self._moves.items() if role != name)
+        result = GatheredBehind(self.workspace.behind, arrival, alone)
+        self.workspace.behind.add(result)
+        return result
 
     def _run(
         self,
@@ -338,14 +226,16 @@ class PiecedProduct:
 
     def _arrival(self, name: str, blocks: Mapping[str, Array], here: Mapping[str, Array], order: PiecedSchedule) -> PiecedOperand:
         """An operand that arrives in pieces, or as a whole: given, through the node's memory, or without elements."""
-        moves = self._moves[name]
+        moves, given = self._moves[name], here.get(name)
+        if isinstance(given, GatheredBehind):
+            return given.take()
         rounds, own = order.rounds[name], order.own[name]
         arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, rounds, own)
         if name in order.cut:
             arrival.begin(blocks[name])
         else:
-            if name in here:
-                arrival.array = here[name]
+            if given is not None:
+                arrival.array = given
             elif prod(moves.whole) == 0:
                 arrival.array = self.workspace.buffer(name, moves.whole, blocks[name])
             else:
@@ -366,7 +256,7 @@ class PiecedProduct:
             memories = summation.begin(out)
             places = [
                 CellMemory(
-                    {**whole, "mn"[dim]: (cell.start, cell.stop)},
+                    cell.ranges(dim),
                     memory,
                     cell,
                     None if cell.member == z.index else summation.leaving,

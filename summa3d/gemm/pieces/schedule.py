@@ -68,22 +68,23 @@ class Round(NamedTuple):
     send: OperandPart | None
 
 
+def parts_of(size: int, pieces: int, extent: int, crosswise: bool) -> list[OperandPart]:
+    """The pieces of a member's block of `size` along the split dim, and of `extent` across it: cut along, or `crosswise`."""
+    if crosswise:
+        return [OperandPart((0, size), piece) for piece in pieces_of(extent, pieces)] if size else []
+    return [OperandPart(piece, (0, extent)) for piece in pieces_of(size, pieces)]
+
+
 def rounds(sizes: Sequence[int], index: int, pieces: int, extent: int, crosswise: bool = False) -> list[Round]:
     """The exchanges of member `index`, whose members' blocks have `sizes`: the nearest first, so that no two share a port.
 
     extent : of the other dim, along which pieces are cut where they are `crosswise`
     """
-
-    def parts(size: int) -> list[OperandPart]:
-        if crosswise:
-            return [OperandPart((0, size), piece) for piece in pieces_of(extent, pieces)] if size else []
-        return [OperandPart(piece, (0, extent)) for piece in pieces_of(size, pieces)]
-
     starts, result = [0, *accumulate(sizes)], []
     for step in range(1, len(sizes)):
         source, target = (index + step) % len(sizes), (index - step) % len(sizes)
-        coming = [part.moved(starts[source]) for part in parts(sizes[source])]
-        leaving = parts(sizes[index])
+        coming = [part.moved(starts[source]) for part in parts_of(sizes[source], pieces, extent, crosswise)]
+        leaving = parts_of(sizes[index], pieces, extent, crosswise)
         for number in range(max(len(coming), len(leaving))):
             receive, send = (each[number : number + 1] for each in (coming, leaving))
             result.append(Round(source, receive[0] if receive else None, target, send[0] if send else None))
@@ -91,22 +92,28 @@ def rounds(sizes: Sequence[int], index: int, pieces: int, extent: int, crosswise
 
 
 class SumCell(NamedTuple):
-    """A range of C's rows or columns that is summed onto one member, whose `number`-th it is."""
+    """A part of C that is summed onto one member, whose `number`-th it is."""
 
     member: int
     number: int
-    start: int
-    stop: int
+    part: OperandPart
+
+    def ranges(self, dim: int) -> DimRanges:
+        """Its ranges of m and n, where members' parts are split along `dim` of C."""
+        return {"mn"[dim]: self.part.along, "mn"[1 - dim]: self.part.across}
 
 
-def cells(sizes: Sequence[int], index: int, pieces: int) -> list[SumCell]:
-    """The cells of a summand whose parts have `sizes`, in the order of their products: those of the others, then the own."""
+def cells(sizes: Sequence[int], index: int, pieces: int, extent: int, crosswise: bool = False) -> list[SumCell]:
+    """The cells of a summand whose parts have `sizes`, in the order of their products: those of the others, then the own.
+
+    extent : of the other dim, along which pieces are cut where they are `crosswise`
+    """
     starts = [0, *accumulate(sizes)]
     order = [(index + step) % len(sizes) for step in (*range(1, len(sizes)), 0)]
     return [
-        SumCell(member, number, starts[member] + low, starts[member] + high)
+        SumCell(member, number, part.moved(starts[member]))
         for member in order
-        for number, (low, high) in enumerate(pieces_of(sizes[member], pieces))
+        for number, part in enumerate(parts_of(sizes[member], pieces, extent, crosswise))
     ]
 
 
@@ -172,7 +179,10 @@ def schedule_of(plan: Any, grid_shape: Mapping[str, int], at: Coordinates, stage
         start = sum(sizes[operand][:index])
         moving[operand] = rounds(sizes[operand], index, plan.pieces, extents[across], is_crosswise(plan, operand, grid_shape))
         own[operand] = start, start + sizes[operand][index]
-    left = cells(sizes["c"], members["c"][1], plan.pieces) if "c" in members else ()
+    left: Sequence[SumCell] = ()
+    if "c" in members:
+        across = "mn".replace(letters["c"], "")
+        left = cells(sizes["c"], members["c"][1], plan.pieces, extents[across], is_crosswise(plan, "c", grid_shape))
     return PiecedSchedule(extents, members.keys(), moving, own, _steps(extents, dims, letters, moving, own), left)
 
 
@@ -182,23 +192,27 @@ def names_of(plan: Any) -> dict[str, str]:
 
 
 def is_crosswise(plan: Any, operand: str, grid_shape: Mapping[str, int]) -> bool:
-    """Return whether A's or B's blocks are cut across the dim that their axis splits, where products then pass fewer elements.
+    """Return whether an operand's blocks are cut across the dim that their axis splits, where products then pass fewer elements.
 
     Pieces along a split k all pass C, and those along a split m (n) all of B (A): each is read and written, or laid anew for the
-    BLAS. Cut across, with an own block as wide as before, they pass it in parts; but columns travel through memory at both ends.
-    By the mean of all ranks, which agree.
+    BLAS. Cut across, with an own block as wide as before, they pass it in parts; but columns of A and B travel through memory at
+    both ends, and C is cut as A or B arrive, where they do, so that its parts are complete early. By the mean of all ranks, which
+    agree.
     """
+    if operand == "c" and grid_shape[plan.x] * grid_shape[plan.y] > 1:
+        return False
     axes = {"m": plan.x, "n": plan.y, "k": plan.z}
     extents = {letter: getattr(plan, letter) / grid_shape[axis] for letter, axis in axes.items()}
     split = plan.fine_dims[operand]
     other = names_of(plan)[operand].replace(split, "")
-    extents[split] /= grid_shape[plan.y if operand == "a" else plan.x]
+    extents[split] /= grid_shape[{"a": plan.y, "b": plan.x, "c": plan.z}[operand]]
+    through_memory = 0 if operand == "c" else 4 * extents[split] * extents[other]
 
     def passed(cut: str) -> float:
         m, n, k = ({**extents, cut: max(1.0, extents[cut] / plan.pieces)}[letter] for letter in "mnk")
         return 2 * plan.pieces * (m * k + k * n + m * n)
 
-    return passed(other) + 4 * extents[split] * extents[other] < passed(split)
+    return passed(other) + through_memory < passed(split)
 
 
 def _steps(

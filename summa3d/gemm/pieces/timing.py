@@ -131,9 +131,8 @@ def seconds_of_cuboid(
         for item in order.rounds[operand]:
             port += transfer(max(part.words for part in (item.receive, item.send) if part is not None))
             arrived.append(port)
-    fine = plan.fine_dims["c"]
     whole = {letter: (0, extents[letter]) for letter in "mn"}
-    places: list[tuple[SumCell | None, DimRanges]] = [(cell, {**whole, fine: (cell.start, cell.stop)}) for cell in order.cells]
+    places: list[tuple[SumCell | None, DimRanges]] = [(cell, cell.ranges(plan.c_fine)) for cell in order.cells]
     places = places or [(None, whole)]
     own, area = (
         at[plan.z],

@@ -16,6 +16,7 @@ from ...autograd.recompute import recompute
 from ...comm.topology import describe, divisors
 from ...errors import LayoutError
 from ...gemm.any_layout.blocks import nested_sizes
+from ...gemm.pieces.behind import BehindQueue
 from ...layout.layout import Layout
 from ..config import ModelConfig
 from ..context import Context
@@ -49,11 +50,17 @@ class AttentionCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d], with s of this rank's context."""
         attend = self._attend if self.context.contexts.size == 1 else self._over_contexts
+        behind = None if self.context.prefetcher is None else BehindQueue.of(self.context.grid)
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, batch, visible)
 
-        return recompute(run, (q, k, v)) if self.recomputed else run(q, k, v)
+        if behind is not None:
+            behind.fill()
+        out = recompute(run, (q, k, v)) if self.recomputed else run(q, k, v)
+        if behind is not None and out.requires_grad:
+            out.register_hook(lambda gradient: behind.fill())
+        return out
 
     def _over_contexts(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         contexts, context = self.context.contexts, self.context
