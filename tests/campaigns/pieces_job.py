@@ -73,6 +73,12 @@ def products(size: int) -> list[tuple[str, dict[str, int], str, dict[str, Any]]]
     ]
 
 
+def ahead(executor: Any, a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
+    """Two products whose B is on its way before they begin, that of the second behind the first."""
+    gathers = [executor.start_gather_behind("b", b) for _ in range(2)]
+    return [executor.start_in_pieces({"a": a}, {"b": gather}, True).wait() for gather in gathers]
+
+
 def main() -> None:
     how, who, count, seed = sys.argv[1], *map(int, sys.argv[2:5])
     world = MPI.COMM_WORLD
@@ -87,8 +93,8 @@ def main() -> None:
             executor = ALGORITHMS[name].executor(plan, grid)
             blocks = distribute(a, grid, plan.a_layout), distribute(b, grid, plan.b_layout)
             for _ in range(ROUNDS):
-                c = executor.run(*blocks)
-                wrong += not np.array_equal(collect(c, grid, plan.c_layout, plan.c_shape), want)
+                for c in (executor.run(*blocks), *(ahead(executor, *blocks) if name == "cuboid" else ())):
+                    wrong += not np.array_equal(collect(c, grid, plan.c_layout, plan.c_shape), want)
     if world.rank == 0:
         print(f"{wrong} wrong")
 

@@ -163,8 +163,9 @@ class PiecedProduct:
 
         here : operands that were gathered before, or are on their way; of the others `blocks` has the blocks
         """
-        here, roles = here or {}, dict(zip("abc", "yxz", strict=True))
-        ahead = {name: item for name, item in here.items() if isinstance(item, GatheredBehind)}
+        given, roles = here or {}, dict(zip("abc", "yxz", strict=True))
+        ahead = {name: item for name, item in given.items() if isinstance(item, GatheredBehind)}
+        here = {name: item.wait() if isinstance(item, Pending) and name not in ahead else item for name, item in given.items()}
         alike, coming = {**blocks, **here, "c": out}, roles.keys() - ahead.keys()
         whole = [name for name in coming if name in here or self._moves[name].axis.offers_views(alike[name])]
         staged = [getattr(self.plan, roles[name]) for name in whole]
