@@ -1,5 +1,7 @@
 """Benchmark of a block in pieces between emulated nodes: forward and backward with `overlap.pieces` beside one piece.
 
+Where weights are gathered, those of products in pieces are so ahead (`overlap.gather`).
+
 The ratio is predicted first: the dry run's trace of either, replayed on a description with this machine's measured rate and the
 port. Needs root.
 """
@@ -20,11 +22,12 @@ from summa3d.cluster import Cluster, load
 from summa3d.columns import aligned
 
 PIECES = (1, 2, 4, 8)
-GRIDS: dict[str, tuple[str, dict[str, int]]] = {
-    "y2": ("oned-sp", {"y": 2}),
-    "x2": ("cuboid", {"x": 2}),
-    "z2": ("cuboid", {"z": 2}),
+GRIDS: dict[str, tuple[str, dict[str, int], int]] = {
+    "y2": ("oned-sp", {"y": 2}, 0),
+    "x2": ("cuboid", {"x": 2}, 2),
+    "z2": ("cuboid", {"z": 2}, 0),
 }
+"""Scheme, grid, and how many weights are gathered ahead beside pieces."""
 SIZES = {"hidden": 512, "heads": 8, "sequence": 512, "vocabulary": 64}
 BATCH = 8
 
@@ -81,11 +84,10 @@ def entry(name: str, pieces: int) -> tuple[Any, Any]:
     from summa3d.nn.config import ModelConfig
     from summa3d.nn.overlap import Overlap
 
-    scheme, grid = GRIDS[name]
+    scheme, grid, ahead = GRIDS[name]
     case = Case(ModelConfig(family="gpt2", layers=1, **SIZES), BATCH, "float32")
-    return BlockEntry(
-        scheme, {axis: grid.get(axis, 1) for axis in "xyz" if scheme == "cuboid" or axis == "y"}, True, Overlap(pieces=pieces)
-    ), case
+    axes = {axis: grid.get(axis, 1) for axis in "xyz" if scheme == "cuboid" or axis == "y"}
+    return BlockEntry(scheme, axes, True, Overlap(ahead if pieces > 1 else 0, pieces=pieces)), case
 
 
 def seconds_of(name: str, pieces: int, cluster: Cluster) -> float:

@@ -30,6 +30,9 @@ class Overlap:
         forward and backward: the same words, pieces times the messages. In a node's memory nothing is cut. "auto" takes as many
         as make each product shortest by the description of an assumed server, in float32: the same number on all ranks.
 
+    Beside `pieces`, a prefetched weight comes in pieces behind the products before its own, which multiplies it as far as it has
+    come; one piece of it is under way at a time, or two where its product moves nothing else, and all of them behind attention.
+
     `gather` applies to the weights that move along x, those of `cuboid` and `cuboid-sequence` with X > 1, and to those that
     replicas share; backward gathers none of the former without `regather`. `input_gradient` applies to `cuboid`,
     `cuboid-sequence`, `oned-sp` and `oned`; `pieces` to all schemes but `agarwal`. None applies to one rank. `summa`,

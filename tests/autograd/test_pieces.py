@@ -16,8 +16,9 @@ from summa3d.errors import AgreementError
 from summa3d.gemm import Cuboid, CuboidPlan, volume
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
-from summa3d.gemm.pieces.arrivals import TAG, PiecedOperand
+from summa3d.gemm.pieces.arrivals import TAG, PiecedOperand, Rounds
 from summa3d.gemm.pieces.behind import BehindQueue
+from summa3d.gemm.pieces.executor import Summation
 from summa3d.layout import Layout, distribute, split_sizes
 
 M, N, K = 29, 23, 31
@@ -204,7 +205,7 @@ def test_what_is_gathered_behind_begins_no_piece_while_what_is_waited_for_is_und
 
     def waited(operand, number):
         wait(operand, number)
-        events.extend([] if operand.tag == TAG else ["arrived"])
+        events.append("came" if operand.tag == TAG else "arrived")
 
     monkeypatch.setattr(PiecedOperand, "wait", waited)
     with grid.ledger.watch() as moved:
@@ -212,10 +213,11 @@ def test_what_is_gathered_behind_begins_no_piece_while_what_is_waited_for_is_und
         for _ in range(2):
             c = cuboid.run(*blocks)
         whole = gathered.wait()
-    under_way = 0
+    under_way = of_it = 0
     for event in events:
-        under_way += {"posted": 1, "arrived": -1, "behind": 0}[event]
-        assert event != "behind" or under_way == 0, events
+        under_way += {"posted": 1, "arrived": -1}.get(event, 0)
+        of_it += {"behind": 1, "came": -1}.get(event, 0)
+        assert event != "behind" or (under_way == 0 and of_it == 1), events
     assert events[0] == "behind" and events.count("behind") == plan.pieces and gathered.done and gathered.wait() is whole
     coarse = Layout((plan.z,), (plan.y,))
     assert torch.equal(whole, distribute(b, grid, coarse)) and close(c, grid, plan.c_layout, a @ b)
@@ -246,6 +248,32 @@ def test_weights_that_replicas_share_move_in_the_pieces_of_their_product(make_gr
     both = [of(plan, grid.shape).cost_of(grid.coordinates) for of in (volume.of_plan, volume.gradients)]
     own = sum(row.amounts.messages for row in moved.rows if row.axis == "y")
     assert own == sum(cost.messages for cost in both) > 6
+
+
+@pytest.mark.mpi(sizes=(4,))
+def test_what_is_gathered_behind_begins_no_piece_while_sums_leave(make_grid, monkeypatch):
+    grid, plan = make_grid(x=2, y=1, z=2, node_memory=False), CuboidPlan("nn", 512, 256, 384, pieces=5)
+    a, b = (whole.detach() for whole in operands(plan)[:2])
+    blocks = {"a": distribute(a, grid, plan.a_layout), "b": distribute(b, grid, plan.b_layout)}
+    cuboid, events = Cuboid(plan, grid), []
+    post, send, finish = PiecedOperand.post, Rounds.send, Summation.finish
+
+    def posted(operand, number):
+        events.extend(["behind"] if operand.tag == TAG and number == len(operand._posted) else [])
+        post(operand, number)
+
+    monkeypatch.setattr(PiecedOperand, "post", posted)
+    monkeypatch.setattr(Rounds, "send", lambda *given: (events.append("left"), send(*given))[1])
+    monkeypatch.setattr(Summation, "finish", lambda *given: (finish(*given), events.append("summed"))[0])
+    gathers = [cuboid.start_gather_behind("b", blocks["b"]) for _ in range(3)]
+    for _ in range(2):
+        c = cuboid.start_in_pieces(blocks, {}, True).wait()
+    assert torch.equal(gathers[2].wait(), gathers[0].wait()) and close(c, grid, plan.c_layout, a @ b)
+    leaving = False
+    for event in events:
+        leaving = event == "left" or (leaving and event != "summed")
+        assert event != "behind" or not leaving, events
+    assert events.count("left") == 2 * plan.pieces and events.count("behind") == 3 * plan.pieces
 
 
 @pytest.mark.mpi(sizes=(2, 4, 8))

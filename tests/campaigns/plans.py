@@ -87,7 +87,7 @@ def every(case: Case, times: Times) -> Iterator[tuple[float, Plan]]:
 def ahead(plan: Plan, limit: float, times: Times) -> tuple[float, Plan]:
     """Seconds of a plan with as many weights gathered ahead as gains and fits."""
     best = times.seconds(plan), plan
-    for inner in plan.inner.overlapped:
+    for inner in plan.inner.with_prefetch:
         other = replace(plan, inner=inner)
         held = memory(other, *times.store.cells(other.inner, other.units)).total
         if held > limit or times.seconds(other) >= best[0]:

@@ -41,3 +41,20 @@ def test_the_search_takes_pieces_where_they_gain_and_says_so():
     assert f"· {best.plan.inner.pieces} pieces" in str(found)
     one = found.searched.priced(whole, best.memory)
     assert best.seconds < one.seconds and best.terms["axis"]["y"] < one.terms["axis"]["y"]
+
+
+def test_beside_pieces_the_search_gathers_weights_ahead_on_hosts_too():
+    """Where a port has as much to do as a core. Within a node, and without pieces, nothing is."""
+    model = ModelConfig(family="gpt2", layers=3, hidden=96, heads=8, sequence=128, vocabulary=256)
+    config = Config(model=model, device="cpu", dtype="float32")
+    cluster = load("server").replaced({"network.bandwidth": 6e7}, "assumed")
+    fixed = {"scheme": "cuboid", "x": 2, "y": 1, "z": 1, "dp": 1, "pp": 1, "regather": True, "recompute": "none"}
+    found = find_plans(config, cluster, 2, 4, fix=fixed, top=1)
+    best = found[0]
+    assert best.plan.inner.pieces > 1 and best.plan.inner.ahead > 0
+    assert (found.config().overlap.pieces, found.config().overlap.gather) == (best.plan.inner.pieces, best.plan.inner.ahead)
+    without = replace(best.plan, inner=replace(best.plan.inner, ahead=0))
+    assert best.seconds < found.searched.priced(without, best.memory).seconds
+    held = found.searched.memory(without)
+    assert held.prefetched == 0 < best.memory.prefetched and held.total < best.memory.total
+    assert not replace(without.inner, pieces=1).with_prefetch and not replace(without.inner, shared=2).in_pieces

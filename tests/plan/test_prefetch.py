@@ -105,7 +105,7 @@ def test_no_plan_that_prefetch_makes_one_of_the_fastest_is_dropped(cache: Path) 
     found = PlanSearch(space, times, 80e9, 3).run(lambda *state: None)
     for plan in (rows.plan(row) for rows in columns(space, Counter()) for row in range(len(rows))):
         for one in tiles(plan, (2,)) if not refused(space, plan) else ():
-            with_prefetch = [replace(one, inner=inner) for inner in (one.inner, *one.inner.overlapped)]
+            with_prefetch = [replace(one, inner=inner) for inner in (one.inner, *one.inner.with_prefetch)]
             prices.add(round(min(map(times.seconds, with_prefetch)), 15))
     assert len(prices) > 10 and [one.seconds for one in found.best] == pytest.approx(sorted(prices)[:3], rel=1e-9)
 

@@ -248,7 +248,7 @@ def test_bounds_never_exceed_the_price_and_the_search_finds_the_fastest(searched
 
 def with_prefetch(plan: Plan) -> list[Plan]:
     """The plan, and with ever more weights gathered ahead."""
-    return [replace(plan, inner=inner) for inner in (plan.inner, *plan.inner.overlapped)]
+    return [replace(plan, inner=inner) for inner in (plan.inner, *plan.inner.with_prefetch)]
 
 
 def bounds_hold(bounds: Bounds, plan: Plan, placements: list[Plan]) -> int:

@@ -103,14 +103,16 @@ class StageGrid:
         return "·".join(replica_axes({**self.shape, **dict(self.outer), "dp": self.replicas // self.copies}))
 
     @property
-    def overlapped(self) -> list[StageGrid]:
-        """The same with more and more behind arithmetic: on hosts products in pieces, on devices weights gathered ahead.
+    def in_pieces(self) -> list[StageGrid]:
+        """The same with products in more and more pieces, on hosts: ranks that all share a node's memory move nothing to hide."""
+        apart = self.device != "cuda" and self.shared < self.ranks
+        return [replace(self, pieces=count) for count in CHOICES[1:]] if apart else []
 
-        Ranks that all share a node's memory move nothing that pieces could hide.
-        """
-        if self.device == "cuda":
-            return [replace(self, ahead=depth) for depth in DEPTHS] if self.weight_axes else []
-        return [replace(self, pieces=count) for count in CHOICES[1:]] if self.shared < self.ranks else []
+    @property
+    def with_prefetch(self) -> list[StageGrid]:
+        """The same with more and more weights gathered ahead, on hosts in pieces."""
+        pays = self.weight_axes and (self.device == "cuda" or self.pieces > 1)
+        return [replace(self, ahead=depth) for depth in DEPTHS] if pays else []
 
     @property
     def split_stream(self) -> frozenset[str]:

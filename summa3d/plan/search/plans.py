@@ -165,7 +165,7 @@ class Plan:
         result |= {"pipeline.schedule": self.schedule, "pipeline.chunks": self.chunks, "train.accumulate": self.micro_batches}
         result |= {"recompute": inner.recompute, "regather": inner.regather, "replicas.zero": self.zero}
         result |= {"overlap.pieces": inner.pieces} if inner.pieces > 1 else {}
-        result |= {"overlap.gather": inner.ahead} if inner.device == "cuda" else {}
+        result |= {"overlap.gather": inner.ahead} if inner.device == "cuda" or inner.ahead else {}
         return result | {"train.batch": self.rows * self.dp * self.micro_batches, "dtype": inner.dtype}
 
     def __str__(self) -> str:

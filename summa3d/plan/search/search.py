@@ -254,14 +254,15 @@ class PlanSearch:
 
     def _overlapped(self, plan: Plan, seconds_of: Callable[[Plan], float]) -> Iterator[tuple[float, Plan, Memory]]:
         """The plan, and the same with more and more behind arithmetic: as long as that gains, and fits."""
-        least = float("inf")
-        for inner in (plan.inner, *plan.inner.overlapped):
-            plan = replace(plan, inner=inner)
-            held = self.memory(plan)
-            if held.total > self.limit or (seconds := seconds_of(plan)) >= least:
-                return
-            least = seconds
-            yield seconds, plan, held
+        least, best = float("inf"), plan.inner
+        for more in (lambda inner: [inner], lambda inner: inner.in_pieces, lambda inner: inner.with_prefetch):
+            for inner in more(best):
+                plan = replace(plan, inner=inner)
+                held = self.memory(plan)
+                if held.total > self.limit or (seconds := seconds_of(plan)) >= least:
+                    break
+                least, best = seconds, inner
+                yield seconds, plan, held
 
     def _found(self) -> Found:
         ranked = sorted(self._kept.items(), key=lambda item: (item[1], str(item[0])))
