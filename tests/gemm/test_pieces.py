@@ -72,6 +72,7 @@ def test_pieces_are_cut_across_the_split_dim_where_products_pass_less_for_what_i
         ("nn", "b", (12800, 1024, 2048), False),
         ("tn", "a", (64, 64, 65536), False),
         ("tn", "c", (512, 2048, 4096), True),
+        ("tn", "c", (512, 600, 64), True),  # what is summed is copied either way
         ("tn", "c", (4096, 512, 512), False),
     ):
         plan = CuboidPlan(form, *sizes, pieces=8)
