@@ -206,13 +206,14 @@ def is_crosswise(plan: Any, operand: str, grid_shape: Mapping[str, int]) -> bool
     split = plan.fine_dims[operand]
     other = names_of(plan)[operand].replace(split, "")
     extents[split] /= grid_shape[{"a": plan.y, "b": plan.x, "c": plan.z}[operand]]
-    through_memory = 0 if operand == "c" else 4 * extents[split] * extents[other]
 
     def passed(cut: str) -> float:
         m, n, k = ({**extents, cut: max(1.0, extents[cut] / plan.pieces)}[letter] for letter in "mnk")
         return 2 * plan.pieces * (m * k + k * n + m * n)
 
-    return passed(other) + through_memory < passed(split)
+    if operand == "c":
+        return plan.pieces > 1 and passed(other) <= passed(split)  # where both pass as much, a BLAS is faster at tall products
+    return passed(other) + 4 * extents[split] * extents[other] < passed(split)
 
 
 def _steps(
