@@ -30,6 +30,7 @@ from ..gemm.any_layout.plan import AnyPlan, Owned
 from ..gemm.any_layout.planned import plan_any
 from ..gemm.pieces.arrivals import GatheredBehind
 from ..gemm.pieces.slabs import multiply_in_slabs, start_sums
+from ..gemm.pieces.timing import axes_between_nodes
 from ..gemm.symmetric.executor import SymmetricProduct
 from ..gemm.symmetric.plan import SymmetricPlan
 from ..layout.layout import Layout
@@ -146,9 +147,8 @@ class Product(ABC):
         """The source from which backward prefetches B; None where backward does not gather B, or does not prefetch it."""
         return None
 
-    def takes_weight_first(self, c: Tensor) -> bool:
-        """Return whether backward takes dB of this dC before dA: the sum of the first is in flight behind the other's product."""
-        return False
+    takes_weight_first = False
+    """Whether backward takes dB before dA: the sum of the first is in flight behind the other's product."""
 
     def share(self, c: Tensor) -> Any:
         """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
@@ -330,14 +330,17 @@ class SharedGradient:
 class PiecedCuboidProduct(GatheredProduct):
     """The cuboid product and both gradients in the plan's pieces, each operand behind what is multiplied meanwhile.
 
-    The first gradient gathers dC in pieces, and the second has it; dA's cells are on their way while dB is multiplied. What is
-    prefetched comes in pieces behind what is waited for, the last of them while it is multiplied; as a whole what is gathered in
-    a node's memory. Words are those of `GatheredProduct`.
+    The first gradient gathers dC in pieces, and the second has it; dA's cells are on their way while dB is multiplied, or, where
+    dB's sum moves between nodes and dA's does not, the other way round. What is prefetched comes in pieces behind what is waited
+    for, the last of them while it is multiplied; as a whole what is gathered in a node's memory, or on devices. Words are those
+    of `GatheredProduct`.
     """
 
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(cuboid, regather, rows, in_flight)
         self._grad_a, self._grad_b = (Cuboid(plan, cuboid.grid) for plan in gradient_plans(cuboid.plan))
+        between = axes_between_nodes(cuboid.plan.axes, cuboid.grid)
+        self.takes_weight_first = cuboid.plan.x in between and cuboid.plan.y not in between
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, and the shards or (without `regather`) the gathered operands."""
@@ -346,11 +349,6 @@ class PiecedCuboidProduct(GatheredProduct):
         started = self.cuboid.start_in_pieces({"a": a, "b": b}, {"b": here} if here is not None else {}, self.regather, False)
         kept = (a, b) if self.regather else (started.gathered["a"], started.gathered["b"])
         return started.wait(), kept
-
-    def takes_weight_first(self, c: Tensor) -> bool:
-        """Return whether dB's sum moves between nodes, and dA's does not."""
-        of_b, of_a = (axis.size > 1 and not axis.offers_views(c) for axis in (self.cuboid.x, self.cuboid.y))
-        return of_b and not of_a
 
     def share(self, c: Tensor) -> Any:
         """Return dC for both gradients: gathered where the node's memory does it, else as the first of them will gather it."""

@@ -45,7 +45,7 @@ class _Matmul(Function):
         shared = product.share(c) if need_a or need_b else c
         if ctx.deferred is not None:
             ctx.deferred.record(partial(_weight_gradient, product, a, product.keep_share(c, shared)))
-        grad_b = product.start_grad_b(shared, a) if need_b and product.takes_weight_first(c) else None
+        grad_b = product.start_grad_b(shared, a) if need_b and product.takes_weight_first else None
         grad_a = product.start_grad_a(shared, b) if need_a else None
         if grad_a and not product.in_flight.input_gradient:
             grad_a.wait()

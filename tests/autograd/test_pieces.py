@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from summa3d.autograd import matmul, product
 from summa3d.autograd.deferred import PassState, run_deferred
 from summa3d.autograd.differentiable import InFlight, PiecedCuboidProduct, ShardedProduct
 from summa3d.comm.axis import Axis
+from summa3d.dry.place import DryPlace
 from summa3d.errors import AgreementError
 from summa3d.gemm import Cuboid, CuboidPlan, volume
 from summa3d.gemm.algorithms.registry import ALGORITHMS
@@ -19,7 +21,10 @@ from summa3d.gemm.algorithms.workspace import Workspace
 from summa3d.gemm.pieces.arrivals import TAG, PiecedOperand, Rounds
 from summa3d.gemm.pieces.behind import BehindQueue
 from summa3d.gemm.pieces.executor import Summation
+from summa3d.gemm.pieces.schedule import is_crosswise
 from summa3d.layout import Layout, distribute, split_sizes
+from summa3d.nn import Linear, initialise, scheme
+from summa3d.nn.overlap import Overlap
 
 M, N, K = 29, 23, 31
 GRIDS = {2: (1, 2, 1), 4: (2, 2, 1), 6: (1, 3, 2), 8: (2, 2, 2), 12: (3, 2, 2)}
@@ -348,3 +353,52 @@ def test_the_weights_gradient_comes_first_where_its_sum_alone_moves_between_node
         monkeypatch.undo()
         assert all(close(got, grid, layout, want) for got, want, layout in found)
         assert order == (["b", "a"] if comm.size == 2 and not node_memory else ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("axes", "per_node"), [({"x": 3, "y": 2}, 3), ({"x": 4, "y": 3}, 4), ({"x": 2, "y": 2}, 3), ({"x": 2, "y": 2}, 2)]
+)
+def test_all_ranks_take_the_same_gradient_first_where_nodes_cut_a_grid_unevenly(axes, per_node):
+    """Though some lines of an axis lie in a node, and others do not."""
+    grids = [DryPlace({**axes, "z": 1}, rank, ranks_per_node=per_node) for rank in range(prod(axes.values()))]
+    first = [product(CuboidPlan("nn", M, N, K, pieces=4), grid).takes_weight_first for grid in grids]
+    assert first == [axes == {"x": 2, "y": 2} and per_node == 2] * len(grids)
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_weight_on_its_way_is_gathered_whole_where_fewer_rows_cut_it_otherwise(make_grid):
+    """A product of few rows has pieces along the split dim, one of many across it: the prefetch was begun for the last one."""
+    found = {}
+    for ahead in (0, 1):
+        context = scheme("cuboid", make_grid(x=2, y=1, z=1, node_memory=False), overlap=Overlap(ahead, pieces=8))
+        net = torch.nn.Sequential(Linear(64, 64, context), Linear(64, 1024, context))
+        initialise(net, context, 3)
+        if context.prefetcher is not None:
+            context.prefetcher.follow(net)
+        generator, cut = torch.Generator().manual_seed(1), []
+        for rows in (2048, 2048, 2, 2, 2048):
+            x = torch.randn(1, rows, 64, generator=generator).requires_grad_()
+            y = net(x)
+            y.square().sum().backward()
+            cut.append(is_crosswise(net[1]._product(2 * rows).plan, "b", context.grid.shape))
+            found.setdefault(ahead, []).append([y.detach(), x.grad, *(one.grad.clone() for one in net.parameters())])
+            net.zero_grad(set_to_none=True)
+    assert len({*cut}) == 2
+    for mine, want in zip(found[1], found[0], strict=True):
+        assert all(map(torch.equal, mine, want))
+
+
+@pytest.mark.mpi(sizes=(2,))
+def test_a_weight_on_its_way_holds_what_is_gathered_and_what_is_under_way(make_grid):
+    """In float32 only while it is multiplied, and of columns the pieces that travel."""
+    grid, plan = make_grid(x=2, y=1, z=1, node_memory=False), CuboidPlan("nn", 64, 512, 64, pieces=8)
+    assert is_crosswise(plan, "b", grid.shape)
+    cuboid, block = Cuboid(plan, grid), distribute(torch.ones(plan.b_shape, dtype=torch.bfloat16), grid, plan.b_layout)
+    gather = cuboid.start_gather_behind("b", block)
+    gather.finish()
+    assert gather.operand.workspace.nbytes == 2 * 512 * 64
+    assert torch.equal(gather.wait(), torch.ones(plan.b_shape, dtype=torch.bfloat16))
+    c = cuboid.start_in_pieces(
+        {"a": torch.ones(32, 64, dtype=torch.bfloat16)}, {"b": cuboid.start_gather_behind("b", block)}, True
+    )
+    assert torch.equal(c.wait(), torch.full((32, 512), 64, dtype=torch.bfloat16))

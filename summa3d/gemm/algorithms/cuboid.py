@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ...comm.axis import Axis
 from ...comm.collective import Collective
-from ...comm.device.arrays import Array, empty, place_of
+from ...comm.device.arrays import Array, empty, is_on_device, place_of
 from ...comm.pending import Completed, Pending
 from ...comm.prepared import Prepared
 from ...errors import ShapeError
@@ -243,10 +243,11 @@ class Cuboid(Executor):
     def start_gather_behind(self, operand: str, block: Array) -> Pending:
         """Start gathering A or B for the product to come, into memory of its own. Words: gathered − own.
 
-        Between nodes it comes in the plan's pieces, which travel where products leave the port free: `GatheredBehind`.
+        Between nodes it comes in the plan's pieces, which travel where products leave the port free: `GatheredBehind`. Not on
+        devices, whose transport tells messages apart by their order alone.
         """
         moves = self._moves[operand]
-        if moves.alone or moves.axis.offers_views(block) or prod(moves.whole) == 0:
+        if moves.alone or moves.axis.offers_views(block) or is_on_device(block) or prod(moves.whole) == 0:
             return moves.gather.of(block).start(block)
         return self._in_pieces().start_behind(operand, block)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ...comm.axis import Axis
-from ...comm.device.arrays import Array, is_half, is_on_device
+from ...comm.device.arrays import Array, empty, is_half, is_on_device
 from ...comm.pending import Pending
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like
@@ -39,26 +39,46 @@ class PiecedOperand:
     array: Array = None
     operand: Array = None
     _posted: list[Pending | None] = field(default_factory=list)
+    _landings: dict[int, Array] = field(default_factory=dict)
     _sends: list[Pending] = field(default_factory=list)
     _here: int = 0
 
-    def begin(self, block: Array) -> None:
-        """Lay the own block into the gathered one; on the host 16-bit floats are laid into another in float32, too."""
+    def begin(self, block: Array, wide: bool = True) -> None:
+        """Lay the own block into the gathered one. wide : whether it is multiplied now, so that `widen` comes, too."""
         self.block = block
-        self.array = self.workspace.buffer(self.name, self.whole, block)
-        wide = is_half(block) and not is_on_device(block)
-        like = accumulation_like(block)
-        self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, like) if wide else self.array
-        own = OperandPart(self.own, (0, self.whole[1 - self.dim]))
-        self.workspace.copy(self.array[own.slices(self.dim)], block)
-        self._widen(own)
+        self.array = self.operand = self.workspace.buffer(self.name, self.whole, block)
+        self.workspace.copy(self.array[self._own_part.slices(self.dim)], block)
+        if wide:
+            self.widen()
+
+    def complete(self, array: Array) -> None:
+        """Take what was gathered in other rounds, as if all of these had arrived: products and their order are the same."""
+        self.block = self.array = self.operand = array
+        self._posted, self._here = [None] * len(self.rounds), len(self.rounds)
+        self.widen()
+
+    def widen(self) -> None:
+        """On the host, lay 16-bit floats into another array, in float32: what is here, and then what comes."""
+        if not is_half(self.block) or is_on_device(self.block):
+            return
+        self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, accumulation_like(self.block))
+        for part in (self._own_part, *(item.receive for item in self.rounds[: self._here] if item.receive is not None)):
+            self._widen(part)
+
+    @property
+    def _own_part(self) -> OperandPart:
+        return OperandPart(self.own, (0, self.whole[1 - self.dim]))
 
     def post(self, number: int) -> None:
         """Start a round, the next one, unless it has started. Parts of rows travel through memory where each is adjacent."""
         if number < len(self._posted):
             return
         source, receive, target, send = self.rounds[number]
-        self._posted.append(None if receive is None else self.axis.start_receive(self._landing(receive), source, self.tag))
+        if receive is None:
+            self._posted.append(None)
+        else:
+            self._landings[number] = landing = self._landing(receive)
+            self._posted.append(self.axis.start_receive(landing, source, self.tag))
         if send is None:
             return
         part = self.block[send.slices(self.dim)]
@@ -85,7 +105,8 @@ class PiecedOperand:
         if receive is None:
             return
         if not receive.in_rows(self.dim, self.whole[1]):
-            self.workspace.copy(self.array[receive.slices(self.dim)], self._landing(receive))
+            self.workspace.copy(self.array[receive.slices(self.dim)], self._landings[number])
+        del self._landings[number]
         self._widen(receive)
 
     @property
@@ -114,12 +135,17 @@ class PiecedOperand:
         return self.array[part.slices(0)] if part.in_rows(self.dim, self.whole[1]) else self._adjacent(part)
 
     def _adjacent(self, part: OperandPart) -> Array:
-        """Memory of a part, adjacent: of rows of the gathered block, in which parts of the same rows follow each other."""
+        """Memory of a part, adjacent: of rows of the gathered block, in which parts of the same rows follow each other.
+
+        Of what comes behind products it is that of a piece alone, for as long as it is under way.
+        """
         rows, columns = part.slices(self.dim)
+        height, width = rows.stop - rows.start, columns.stop - columns.start
+        if self.tag == TAG:
+            return empty((height, width), self.array)
         flat = self.workspace.buffer(f"columns {self.name}", (prod(self.whole),), self.array)
-        height = rows.stop - rows.start
         start = rows.start * self.whole[1] + height * columns.start
-        return flat[start : start + part.words].reshape((height, columns.stop - columns.start))
+        return flat[start : start + part.words].reshape((height, width))
 
     def _widen(self, part: OperandPart) -> None:
         if self.operand is not self.array:
@@ -188,12 +214,12 @@ class Rounds:
 class GatheredBehind(Pending):
     """An operand on its way behind products that do not need it; `wait` brings what is left of it, and of those before it.
 
-    A product in pieces that uses it takes it as far as it has come, and multiplies while the rest arrives. One piece is under way
-    at a time; two where it is `alone`, the one operand of its product that moves, so that no other is delayed.
+    A product in pieces that uses it takes it as far as it has come, and multiplies while the rest arrives; one that cuts it
+    otherwise (`cut`), as with fewer rows it may, waits. One piece is under way at a time; two where it is `alone`, the one operand of its product that moves, so that no other is delayed.
     """
 
-    def __init__(self, queue: BehindQueue, operand: PiecedOperand, alone: bool) -> None:
-        self.operand, self._queue, self._alone = operand, queue, alone
+    def __init__(self, queue: BehindQueue, operand: PiecedOperand, cut: tuple[int, bool], alone: bool) -> None:
+        self.operand, self.cut, self._queue, self._alone = operand, cut, queue, alone
         self._rounds = Rounds([operand], window=WINDOW if alone else 1)
 
     @property
@@ -218,8 +244,9 @@ class GatheredBehind(Pending):
         self._rounds.finish()
 
     def take(self) -> PiecedOperand:
-        """The operand as far as it has come: the next that is waited for."""
+        """The operand as far as it has come, widened: the next that is waited for."""
         self._queue.advance_to(self)
+        self.operand.widen()
         return self.operand
 
     def wait(self) -> Array:

@@ -26,7 +26,10 @@ class OnItsWay(Protocol):
 
 
 class BehindQueue:
-    """What is gathered behind products, in the order in which it was started, alike on all ranks: one at a time."""
+    """What is gathered behind products, in the order in which it was started, alike on all ranks.
+
+    One is under way at a time, and the next once it is here; behind long arithmetic, several.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[OnItsWay] = deque()
@@ -38,7 +41,7 @@ class BehindQueue:
         return result
 
     def __bool__(self) -> bool:
-        """Return whether something is not waited for yet: alike on all ranks, whatever has arrived."""
+        """Return whether something is not waited for yet: alike on all members of its axis, whatever has arrived."""
         return bool(self._waiting)
 
     def add(self, item: OnItsWay) -> None:

@@ -15,7 +15,7 @@ from ...layout.layout import Coordinates
 from ..algorithms.workspace import Workspace
 from ..local.blas import accumulation_like, add, scale
 from .arrivals import TAG, GatheredBehind, PiecedOperand, Rounds
-from .schedule import DimRanges, PiecedSchedule, SumCell, schedule_of, shared, slabs, within
+from .schedule import DimRanges, PiecedSchedule, SumCell, is_crosswise, schedule_of, shared, slabs, within
 from .slabs import cut_dims
 
 
@@ -188,14 +188,18 @@ class PiecedProduct:
 
         return StartedProduct({arrival.name: arrival.array for arrival in arrivals}, wait)
 
+    def cut(self, name: str) -> tuple[int, bool]:
+        """Into how many pieces A or B is cut, and whether across: what other sizes of the other operand may change."""
+        return self.plan.pieces, is_crosswise(self.plan, name, self.grid_shape)
+
     def start_behind(self, name: str, block: Array) -> GatheredBehind:
         """Start gathering A or B, which this product will need, between nodes, while others run. Words: gathered − own."""
         moves, order = self._moves[name], schedule_of(self.plan, self.grid_shape, self.at)
         sizes = moves.axis, moves.dim, moves.whole
         arrival = PiecedOperand(self.workspace, name, *sizes, order.rounds[name], order.own[name], TAG)
-        arrival.begin(block)
+        arrival.begin(block, wide=False)
         alone = all(other.axis.size == 1 for role, other in self._moves.items() if role != name)
-        result = GatheredBehind(self.workspace.behind, arrival, alone)
+        result = GatheredBehind(self.workspace.behind, arrival, self.cut(name), alone)
         self.workspace.behind.add(result)
         return result
 
@@ -228,11 +232,13 @@ class PiecedProduct:
     def _arrival(self, name: str, blocks: Mapping[str, Array], here: Mapping[str, Array], order: PiecedSchedule) -> PiecedOperand:
         """An operand that arrives in pieces, or as a whole: given, through the node's memory, or without elements."""
         moves, given = self._moves[name], here.get(name)
-        if isinstance(given, GatheredBehind):
+        if isinstance(given, GatheredBehind) and given.cut == self.cut(name):
             return given.take()
         rounds, own = order.rounds[name], order.own[name]
         arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, rounds, own)
-        if name in order.cut:
+        if isinstance(given, GatheredBehind):
+            arrival.complete(given.wait())
+        elif name in order.cut:
             arrival.begin(blocks[name])
         else:
             if given is not None:

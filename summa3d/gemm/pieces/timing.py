@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -185,14 +185,22 @@ def best_pieces(plan: Any, grid_shape: GridShape, dtype: Dtype, machine: Machine
 
 def pieces_on(plan: Any, grid: BaseGrid, dtype: Dtype, machine: Machine) -> int:
     """`best_pieces` on a grid, by the sizes, the nodes of its ranks and the description alone, so that ranks agree."""
-    topology, nodes, staged = grid.whole.topology, grid.job.nodes, []
-    axes = [axis for axis in plan.axes if grid.shape[axis] > 1]
-    ranks = topology.members(axes, grid.whole.coordinates)
-    for axis in axes:
+    between = axes_between_nodes(plan.axes, grid)
+    staged = [axis for axis in plan.axes if grid.shape[axis] > 1 and axis not in between]
+    return best_pieces(plan, grid.shape, dtype, machine, staged) if between else 1
+
+
+def axes_between_nodes(axes: Sequence[str], grid: BaseGrid) -> list[str]:
+    """Those along which some member of the plane of axes sends beyond its node: the same on all members, whatever its own do."""
+    topology, nodes = grid.whole.topology, grid.job.nodes
+    several = [axis for axis in axes if grid.shape[axis] > 1]
+    ranks = topology.members(several, grid.whole.coordinates)
+
+    def leaves(axis: str) -> bool:
         lines = {tuple(topology.members([axis], topology.coordinates_of(rank))) for rank in ranks}
-        if grid.job.node_rule is not None and all(len({nodes[rank] for rank in line}) == 1 for line in lines):
-            staged.append(axis)
-    return 1 if len(staged) == len(axes) else best_pieces(plan, grid.shape, dtype, machine, staged)
+        return any(len({nodes[rank] for rank in line}) > 1 for line in lines)
+
+    return [axis for axis in several if grid.job.node_rule is None or leaves(axis)]
 
 
 def predicted(

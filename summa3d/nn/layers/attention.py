@@ -50,7 +50,8 @@ class AttentionCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch, visible: Visible) -> Tensor:
         """Attend: q [b/(XZ), a/Y, s, d], k and v [b/(XZ), kv/Y, s, d] → [b/(XZ), a/Y, s, d], with s of this rank's context."""
         attend = self._attend if self.context.contexts.size == 1 else self._over_contexts
-        behind = None if self.context.prefetcher is None else BehindQueue.of(self.context.grid)
+        fills = self.context.prefetcher is not None and self.context.contexts.size == 1
+        behind = BehindQueue.of(self.context.grid) if fills else None
 
         def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return attend(q, k, v, batch, visible)

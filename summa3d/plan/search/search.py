@@ -263,6 +263,8 @@ class PlanSearch:
                     break
                 least, best = seconds, inner
                 yield seconds, plan, held
+            if least == float("inf"):
+                return
 
     def _found(self) -> Found:
         ranked = sorted(self._kept.items(), key=lambda item: (item[1], str(item[0])))
