@@ -315,7 +315,7 @@ class GatheredProduct(Product):
         source, cuboid = self.in_flight.source, self.cuboid
         if source is None or cuboid.x.size == 1:
             return cuboid.gather_b(b, view)
-        gathered = source.prefetcher.gather(source, forward, b, cuboid.start_gather_b)
+        gathered = source.prefetcher.gather(source, forward, b, partial(cuboid.start_gather, "b"))
         return cuboid.gather_b(b, view) if gathered is None else cuboid.ledger.track(gathered)
 
 
@@ -368,7 +368,7 @@ class PiecedCuboidProduct(GatheredProduct):
         source = self.in_flight.source
         if source is None or self.cuboid.x.size == 1:
             return None
-        start = partial(executor.start_gather_behind, operand)
+        start = partial(executor.start_gather, operand, behind=True)
         return source.prefetcher.gather(source, forward, b, start, self._as_far_as_it_is)
 
     def _as_far_as_it_is(self, pending: Pending) -> Any:

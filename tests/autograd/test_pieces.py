@@ -214,7 +214,7 @@ def test_what_is_gathered_behind_begins_no_piece_while_what_is_waited_for_is_und
 
     monkeypatch.setattr(PiecedOperand, "wait", waited)
     with grid.ledger.watch() as moved:
-        gathered = cuboid.start_gather_behind("b", blocks[1])
+        gathered = cuboid.start_gather("b", blocks[1], behind=True)
         for _ in range(2):
             c = cuboid.run(*blocks)
         whole = gathered.wait()
@@ -270,7 +270,7 @@ def test_what_is_gathered_behind_begins_no_piece_while_sums_leave(make_grid, mon
     monkeypatch.setattr(PiecedOperand, "post", posted)
     monkeypatch.setattr(Rounds, "send", lambda *given: (events.append("left"), send(*given))[1])
     monkeypatch.setattr(Summation, "finish", lambda *given: (finish(*given), events.append("summed"))[0])
-    gathers = [cuboid.start_gather_behind("b", blocks["b"]) for _ in range(3)]
+    gathers = [cuboid.start_gather("b", blocks["b"], behind=True) for _ in range(3)]
     for _ in range(2):
         c = cuboid.start_in_pieces(blocks, {}, True).wait()
     assert torch.equal(gathers[2].wait(), gathers[0].wait()) and close(c, grid, plan.c_layout, a @ b)
@@ -293,7 +293,7 @@ def test_an_operand_on_its_way_is_multiplied_as_it_arrives(comm, make_grid):
             blocks = {"a": distribute(a, grid, plan.a_layout), "b": distribute(b, grid, plan.b_layout)}
             plain = cuboid.start_in_pieces(blocks, {}, True).wait()
             with grid.ledger.watch() as moved:
-                gather = cuboid.start_gather_behind(operand, blocks[operand])
+                gather = cuboid.start_gather(operand, blocks[operand], behind=True)
                 if grid[axis].size == 1:
                     assert gather.wait() is blocks[operand]
                     continue
@@ -316,7 +316,7 @@ def test_one_that_is_used_completes_those_before_it_and_lets_none_behind_it_begi
     grid, plan = make_grid(x=4, y=1, z=1, node_memory=False), CuboidPlan("nn", M, N, K, pieces=2)
     cuboid, (a, b) = Cuboid(plan, grid), (whole.detach() for whole in operands(plan)[:2])
     block, factors = distribute(b, grid, plan.b_layout), (1, 2, 3)
-    gathers = [cuboid.start_gather_behind("b", factor * block) for factor in factors]
+    gathers = [cuboid.start_gather("b", factor * block, behind=True) for factor in factors]
     blocks = {"a": distribute(a, grid, plan.a_layout)}
     second = cuboid.start_in_pieces(blocks, {"b": gathers[1]}, True).wait()
     assert close(second, grid, plan.c_layout, 2 * a @ b) and gathers[0].done
@@ -331,7 +331,7 @@ def test_before_long_arithmetic_all_pieces_may_be_under_way_where_nothing_else_m
     grid = make_grid(x=2, y=comm.size // 2, z=1, node_memory=False)
     plan = CuboidPlan("nn", M, N, K, pieces=4)
     cuboid, block = Cuboid(plan, grid), distribute(operands(plan)[1].detach(), grid, plan.b_layout)
-    gathers = [cuboid.start_gather_behind("b", block) for _ in range(2)]
+    gathers = [cuboid.start_gather("b", block, behind=True) for _ in range(2)]
     BehindQueue.of(grid).fill()
     assert [gather.operand.has_started for gather in gathers][comm.size // 4 :] == ([True, True] if comm.size == 2 else [False])
     assert torch.equal(gathers[1].wait(), gathers[0].wait())
@@ -394,11 +394,11 @@ def test_a_weight_on_its_way_holds_what_is_gathered_and_what_is_under_way(make_g
     grid, plan = make_grid(x=2, y=1, z=1, node_memory=False), CuboidPlan("nn", 64, 512, 64, pieces=8)
     assert is_crosswise(plan, "b", grid.shape)
     cuboid, block = Cuboid(plan, grid), distribute(torch.ones(plan.b_shape, dtype=torch.bfloat16), grid, plan.b_layout)
-    gather = cuboid.start_gather_behind("b", block)
+    gather = cuboid.start_gather("b", block, behind=True)
     gather.finish()
     assert gather.operand.workspace.nbytes == 2 * 512 * 64
     assert torch.equal(gather.wait(), torch.ones(plan.b_shape, dtype=torch.bfloat16))
     c = cuboid.start_in_pieces(
-        {"a": torch.ones(32, 64, dtype=torch.bfloat16)}, {"b": cuboid.start_gather_behind("b", block)}, True
+        {"a": torch.ones(32, 64, dtype=torch.bfloat16)}, {"b": cuboid.start_gather("b", block, behind=True)}, True
     )
     assert torch.equal(c.wait(), torch.full((32, 512), 64, dtype=torch.bfloat16))

@@ -75,7 +75,7 @@ def products(size: int) -> list[tuple[str, dict[str, int], str, dict[str, Any]]]
 
 def ahead(executor: Any, a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
     """Two products whose B is on its way before they begin, that of the second behind the first."""
-    gathers = [executor.start_gather_behind("b", b) for _ in range(2)]
+    gathers = [executor.start_gather("b", b, behind=True) for _ in range(2)]
     return [executor.start_in_pieces({"a": a}, {"b": gather}, True).wait() for gather in gathers]
 
 

@@ -236,18 +236,14 @@ class Cuboid(Executor):
         """B gathered along x. Words: gathered − own. With `view` it may hold only until the next communication along x."""
         return self._gathered("b", b, view)
 
-    def start_gather_b(self, b: Array) -> Pending:
-        """Start gathering B along x, into memory of its own. Words: gathered − own."""
-        return self._moves["b"].gather.of(b).start(b)
+    def start_gather(self, operand: str, block: Array, behind: bool = False) -> Pending:
+        """Start gathering A or B, into memory of its own. Words: gathered − own.
 
-    def start_gather_behind(self, operand: str, block: Array) -> Pending:
-        """Start gathering A or B for the product to come, into memory of its own. Words: gathered − own.
-
-        Between nodes it comes in the plan's pieces, which travel where products leave the port free: `GatheredBehind`. Not on
-        devices, whose transport tells messages apart by their order alone.
+        behind : between nodes it comes in the plan's pieces, which travel where products leave the port free: `GatheredBehind`.
+        Not on devices, whose transport tells messages apart by their order alone
         """
         moves = self._moves[operand]
-        if moves.alone or moves.axis.offers_views(block) or is_on_device(block) or prod(moves.whole) == 0:
+        if not behind or moves.alone or moves.axis.offers_views(block) or is_on_device(block) or prod(moves.whole) == 0:
             return moves.gather.of(block).start(block)
         return self._in_pieces().start_behind(operand, block)
 
@@ -274,7 +270,7 @@ class Cuboid(Executor):
     ) -> StartedProduct:
         """Start C = op(A)·op(B) in the plan's pieces, in memory of its own; its sum may be in flight when this returns.
 
-        blocks : this rank's. here : operands that were gathered before, or that `start_gather_behind` has started. view : whether
+        blocks : this rank's. here : operands that were gathered before, or that `start_gather` has started. view : whether
         what is gathered in the node's memory may be a view. in_flight : whether a sum there, where it is not cut, is left in
         flight, too
         """

@@ -215,7 +215,8 @@ class GatheredBehind(Pending):
     """An operand on its way behind products that do not need it; `wait` brings what is left of it, and of those before it.
 
     A product in pieces that uses it takes it as far as it has come, and multiplies while the rest arrives; one that cuts it
-    otherwise (`cut`), as with fewer rows it may, waits. One piece is under way at a time; two where it is `alone`, the one operand of its product that moves, so that no other is delayed.
+    otherwise (`cut`), as with fewer rows it may, waits. One piece is under way at a time; two where it is `alone`, the one
+    operand of its product that moves, so that no other is delayed.
     """
 
     def __init__(self, queue: BehindQueue, operand: PiecedOperand, cut: tuple[int, bool], alone: bool) -> None:

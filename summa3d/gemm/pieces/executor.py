@@ -79,12 +79,12 @@ class Summation:
                 own += target
             coming = [pending.wait() for _, pending in self._coming[cell]]
             summands = [*coming[: self.axis.index], own, *coming[self.axis.index :]]
-            total = self.workspace.buffer("sum", own.shape, own) if is_half(out) else target
-            self.workspace.copy(total, summands[0])
+            total = summands[0]  # adjacent in memory, as columns of C are not
+            if is_half(out):
+                total = self.workspace.copy(self.workspace.buffer("sum", own.shape, own), total)
             for summand in summands[1:]:
                 add(summand, total, 1)
-            if total is not target:
-                self.workspace.copy(target, total)
+            self.workspace.copy(target, total)
 
 
 class CellMemory(NamedTuple):
