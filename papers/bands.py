@@ -13,7 +13,7 @@ from summa3d.plan.programs.step import step
 ROWS = Path(__file__).parent / "rows"
 FILES = (
     *("nemo", "mosaicml", "published", "dgxc", "others", "bridge", "blackwell", "torchtitan", "nanotron", "experts"),
-    "bigscience",
+    *("bigscience", "mlperf"),
 )
 WITHIN = 0.9
 """Of the rows, how many lie inside the band that they make."""

@@ -25,15 +25,15 @@ class Overlap:
         instead of read in place. 0: no prefetch; "auto": one in a training run on devices, else none. Models prefetch in their
         forward; a module of your own does after ``context.prefetcher.follow(module)``, where `context` is what `nn.scheme` has
         returned.
-    input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed. (In pieces, the
-        weight's comes first where its sum alone moves between nodes, and is in flight behind the input's.)
+    input_gradient : whether the sum of an input's gradient is in flight while the weight's gradient is computed.
     pieces : in how many pieces what a product gathers or broadcasts, and sums, travels between nodes behind its arithmetic,
         forward and backward: the same words, pieces times the messages. In a node's memory nothing is cut. "auto" takes as many
         as make each product shortest by the description of an assumed server, in float32: the same number on all ranks.
 
     Beside `pieces`, on hosts, a prefetched weight comes in pieces behind the products before its own, which multiplies it as far
     as it has come; one piece of it is under way at a time, or, where its product moves nothing else, two, and behind attention
-    (not that of adopted models, or of contexts) all. It needs memory for those, too.
+    (not that of adopted models, or of contexts) all. It needs memory for those, too. A weight's gradient comes before the input's
+    where its sum alone moves between nodes, and is in flight behind that.
 
     `gather` applies to the weights that move along x, those of `cuboid` and `cuboid-sequence` with X > 1, and to those that
     replicas share; backward gathers none of the former without `regather`. `input_gradient` applies to `cuboid`,

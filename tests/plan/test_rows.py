@@ -740,7 +740,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
     [
         *(("dgxc", 0.04, 0.9, None), ("others", 0.05, 0.9, 0.04), ("bridge", 0.06, 0.75, None)),
         *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
-        *(("experts", 0.15, 0.85, None), ("bigscience", 0.04, 0.85, 0.08)),
+        *(("experts", 0.15, 0.85, None), ("bigscience", 0.04, 0.85, 0.08), ("mlperf", 0.055, 0.9, None)),
     ],
 )
 def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:
