@@ -6,7 +6,7 @@ The set is closed: every gradient of NN, NT, TN and TT is a product of the same 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -147,8 +147,10 @@ class Product(ABC):
         """The source from which backward prefetches B; None where backward does not gather B, or does not prefetch it."""
         return None
 
-    takes_weight_first = False
-    """Whether backward takes dB before dA: the sum of the first is in flight behind the other's product."""
+    @property
+    def takes_weight_first(self) -> bool:
+        """Return whether backward takes dB before dA: the sum of the first is in flight behind the other's product."""
+        return False
 
     def share(self, c: Tensor) -> Any:
         """Return what both gradients need of dC, computed once: this rank's block, or the gathered dC."""
@@ -312,11 +314,19 @@ class GatheredProduct(Product):
 
     def _gathered_b(self, b: Tensor, view: bool, forward: bool) -> Tensor:
         """Return B gathered along x, prefetched where possible; a prefetched B has a buffer of its own, never a view."""
-        source, cuboid = self.in_flight.source, self.cuboid
-        if source is None or cuboid.x.size == 1:
-            return cuboid.gather_b(b, view)
-        gathered = source.prefetcher.gather(source, forward, b, partial(cuboid.start_gather, "b"))
-        return cuboid.gather_b(b, view) if gathered is None else cuboid.ledger.track(gathered)
+        gathered = self._prefetched(b, forward, partial(self.cuboid.start_gather, "b"))
+        return self.cuboid.gather_b(b, view) if gathered is None else gathered
+
+    def _prefetched(self, b: Tensor, forward: bool, start: Callable[[Tensor], Pending]) -> Any:
+        """Return B as its prefetch has it, which `start` begins; None where the product gathers it."""
+        source = self.in_flight.source
+        if source is None or self.cuboid.x.size == 1:
+            return None
+        return source.prefetcher.gather(source, forward, b, start, self._taken)
+
+    def _taken(self, pending: Pending) -> Any:
+        """Return what the product takes of a prefetch: B gathered, in a buffer of its own."""
+        return self.cuboid.ledger.track(pending.wait())
 
 
 @dataclass
@@ -339,13 +349,17 @@ class PiecedCuboidProduct(GatheredProduct):
     def __init__(self, cuboid: Cuboid, regather: bool = True, rows: Axis | None = None, in_flight: InFlight = InFlight()) -> None:
         super().__init__(cuboid, regather, rows, in_flight)
         self._grad_a, self._grad_b = (Cuboid(plan, cuboid.grid) for plan in gradient_plans(cuboid.plan))
-        between = axes_between_nodes(cuboid.plan.axes, cuboid.grid)
-        self.takes_weight_first = cuboid.plan.x in between and cuboid.plan.y not in between
+
+    @cached_property
+    def takes_weight_first(self) -> bool:
+        """Return whether dB's sum moves between nodes, and dA's does not."""
+        between = axes_between_nodes(self.cuboid.plan.axes, self.cuboid.grid)
+        return self.cuboid.plan.x in between and self.cuboid.plan.y not in between
 
     def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Return C's block, and the shards or (without `regather`) the gathered operands."""
         self.cuboid.check(a, b)
-        here = self._prefetched(self.cuboid, "b", b, forward=True)
+        here = self._prefetched(b, True, partial(self.cuboid.start_gather, "b", behind=True))
         started = self.cuboid.start_in_pieces({"a": a, "b": b}, {"b": here} if here is not None else {}, self.regather, False)
         kept = (a, b) if self.regather else (started.gathered["a"], started.gathered["b"])
         return started.wait(), kept
@@ -363,21 +377,14 @@ class PiecedCuboidProduct(GatheredProduct):
     def _gathers_as_a_whole(self, c: Tensor) -> bool:
         return self.cuboid.z.size > 1 and self.cuboid.z.offers_views(c)
 
-    def _prefetched(self, executor: Cuboid, operand: str, b: Tensor, forward: bool) -> Any:
-        """Return B, an operand, as its prefetch has it: gathered, or on its way; None where the product gathers it."""
-        source = self.in_flight.source
-        if source is None or self.cuboid.x.size == 1:
-            return None
-        start = partial(executor.start_gather, operand, behind=True)
-        return source.prefetcher.gather(source, forward, b, start, self._as_far_as_it_is)
-
-    def _as_far_as_it_is(self, pending: Pending) -> Any:
-        return pending if isinstance(pending, GatheredBehind) else self.cuboid.ledger.track(pending.wait())
+    def _taken(self, pending: Pending) -> Any:
+        """Return B gathered, or, between nodes, on its way."""
+        return pending if isinstance(pending, GatheredBehind) else super()._taken(pending)
 
     def start_grad_a(self, shared: Any, b: Tensor) -> Pending:
         """Start dA; its cells along y may be on their way when this returns."""
-        operand = "b" if self.of_a.c_first else "a"
-        here = self._prefetched(self._grad_a, operand, b, forward=False) if self.regather else b
+        start = partial(self._grad_a.start_gather, "b" if self.of_a.c_first else "a", behind=True)
+        here = self._prefetched(b, False, start) if self.regather else b
         return self._start(self._grad_a, self.of_a, shared, b, here)
 
     def start_grad_b(self, shared: Any, a: Tensor) -> Pending:

@@ -21,6 +21,7 @@ from mpi4py import MPI
 from summa3d import Grid
 from summa3d.gemm.algorithms.registry import ALGORITHMS
 from summa3d.gemm.algorithms.workspace import Workspace
+from summa3d.gemm.pieces.arrivals import GatheredBehind
 from summa3d.layout import collect, distribute
 
 SIZES = (211, 197, 193)
@@ -76,7 +77,8 @@ def products(size: int) -> list[tuple[str, dict[str, int], str, dict[str, Any]]]
 def ahead(executor: Any, a: np.ndarray, b: np.ndarray) -> list[np.ndarray]:
     """Two products whose B is on its way before they begin, that of the second behind the first."""
     gathers = [executor.start_gather("b", b, behind=True) for _ in range(2)]
-    return [executor.start_in_pieces({"a": a}, {"b": gather}, True).wait() for gather in gathers]
+    ready = [gather if isinstance(gather, GatheredBehind) else gather.wait() for gather in gathers]
+    return [executor.start_in_pieces({"a": a}, {"b": gather}, True).wait() for gather in ready]
 
 
 def main() -> None:

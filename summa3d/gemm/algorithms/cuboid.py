@@ -270,7 +270,7 @@ class Cuboid(Executor):
     ) -> StartedProduct:
         """Start C = op(A)·op(B) in the plan's pieces, in memory of its own; its sum may be in flight when this returns.
 
-        blocks : this rank's. here : operands that were gathered before, or that `start_gather` has started. view : whether
+        blocks : this rank's. here : operands that were gathered before, or are on their way (`GatheredBehind`). view : whether
         what is gathered in the node's memory may be a view. in_flight : whether a sum there, where it is not cut, is left in
         flight, too
         """

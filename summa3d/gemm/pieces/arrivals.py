@@ -38,10 +38,9 @@ class PiecedOperand:
     tag: int = 0
     array: Array = None
     operand: Array = None
+    # of each round that has started, what it receives: None once that is put together, and where nothing comes
     _posted: list[Pending | None] = field(default_factory=list)
-    _landings: dict[int, Array] = field(default_factory=dict)
     _sends: list[Pending] = field(default_factory=list)
-    _here: int = 0
 
     def begin(self, block: Array, wide: bool = True) -> None:
         """Lay the own block into the gathered one. wide : whether it is multiplied now, so that `widen` comes, too."""
@@ -52,18 +51,19 @@ class PiecedOperand:
             self.widen()
 
     def complete(self, array: Array) -> None:
-        """Take what was gathered in other rounds, as if all of these had arrived: products and their order are the same."""
-        self.block = self.array = self.operand = array
-        self._posted, self._here = [None] * len(self.rounds), len(self.rounds)
-        self.widen()
+        """Take what is here as a whole, as if all rounds had arrived: products and their order are the same."""
+        self.array, self.operand = array, self.workspace.widened(self.name, array)
+        self._posted = [None] * len(self.rounds)
 
     def widen(self) -> None:
         """On the host, lay 16-bit floats into another array, in float32: what is here, and then what comes."""
         if not is_half(self.block) or is_on_device(self.block):
             return
         self.operand = self.workspace.buffer(f"wide {self.name}", self.whole, accumulation_like(self.block))
-        for part in (self._own_part, *(item.receive for item in self.rounds[: self._here] if item.receive is not None)):
-            self._widen(part)
+        self._widen(self._own_part)
+        for pending, item in zip(self._posted, self.rounds, strict=False):
+            if pending is None and item.receive is not None:
+                self._widen(item.receive)
 
     @property
     def _own_part(self) -> OperandPart:
@@ -74,11 +74,7 @@ class PiecedOperand:
         if number < len(self._posted):
             return
         source, receive, target, send = self.rounds[number]
-        if receive is None:
-            self._posted.append(None)
-        else:
-            self._landings[number] = landing = self._landing(receive)
-            self._posted.append(self.axis.start_receive(landing, source, self.tag))
+        self._posted.append(None if receive is None else self.axis.start_receive(self._landing(receive), source, self.tag))
         if send is None:
             return
         part = self.block[send.slices(self.dim)]
@@ -98,21 +94,18 @@ class PiecedOperand:
 
     def put(self, number: int) -> None:
         """Put together what a round has brought, unless that is done."""
-        if number < self._here:
+        pending, receive = self._posted[number], self.rounds[number].receive
+        if pending is None or receive is None:
             return
-        self._posted[number], self._here = None, number + 1
-        receive = self.rounds[number].receive
-        if receive is None:
-            return
+        self._posted[number] = None
         if not receive.in_rows(self.dim, self.whole[1]):
-            self.workspace.copy(self.array[receive.slices(self.dim)], self._landings[number])
-        del self._landings[number]
+            self.workspace.copy(self.array[receive.slices(self.dim)], pending.wait())
         self._widen(receive)
 
     @property
     def is_here(self) -> bool:
         """Return whether all rounds are put together."""
-        return self._here == len(self.rounds)
+        return self.has_started and all(pending is None for pending in self._posted)
 
     @property
     def has_started(self) -> bool:

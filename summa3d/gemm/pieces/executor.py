@@ -163,9 +163,8 @@ class PiecedProduct:
 
         here : operands that were gathered before, or are on their way; of the others `blocks` has the blocks
         """
-        given, roles = here or {}, dict(zip("abc", "yxz", strict=True))
-        ahead = {name: item for name, item in given.items() if isinstance(item, GatheredBehind)}
-        here = {name: item.wait() if isinstance(item, Pending) and name not in ahead else item for name, item in given.items()}
+        here, roles = here or {}, dict(zip("abc", "yxz", strict=True))
+        ahead = {name: item for name, item in here.items() if isinstance(item, GatheredBehind)}
         alike, coming = {**blocks, **here, "c": out}, roles.keys() - ahead.keys()
         whole = [name for name in coming if name in here or self._moves[name].axis.offers_views(alike[name])]
         staged = [getattr(self.plan, roles[name]) for name in whole]
@@ -236,18 +235,14 @@ class PiecedProduct:
             return given.take()
         rounds, own = order.rounds[name], order.own[name]
         arrival = PiecedOperand(self.workspace, name, moves.axis, moves.dim, moves.whole, rounds, own)
-        if isinstance(given, GatheredBehind):
-            arrival.complete(given.wait())
+        if given is not None:
+            arrival.complete(given.wait() if isinstance(given, GatheredBehind) else given)
         elif name in order.cut:
             arrival.begin(blocks[name])
+        elif prod(moves.whole) == 0:
+            arrival.complete(self.workspace.buffer(name, moves.whole, blocks[name]))
         else:
-            if given is not None:
-                arrival.array = given
-            elif prod(moves.whole) == 0:
-                arrival.array = self.workspace.buffer(name, moves.whole, blocks[name])
-            else:
-                arrival.array = self._move.gather(name, blocks[name])
-            arrival.operand = self.workspace.widened(name, arrival.array)
+            arrival.complete(self._move.gather(name, blocks[name]))
         return arrival
 
     def _places(
