@@ -23,8 +23,8 @@ FEWEST = 8
 """Rows of a program on a device that make a band."""
 BEFORE = {
     "H100-SXM": {"product.efficiency": 0.65, "product.half": 150.0, "attention.flash1": 0.3, "peak.float8": 1979e12},
-    "A100-SXM-80GB": {"product.efficiency": 0.7086, "product.half": 41.37, "attention.flash1": 0.5},
-    "A100-SXM-40GB": {"product.efficiency": 0.7086, "product.half": 41.37, "attention.flash1": 0.5},
+    "A100-SXM-80GB": {"product.efficiency": 0.764, "product.half": 40.0, "attention.flash1": 0.5},
+    "A100-SXM-40GB": {"product.efficiency": 0.764, "product.half": 40.0, "attention.flash1": 0.5},
     "H100-96GB": {"product.efficiency": 0.68, "attention.forward": 0.36, "attention.backward": 0.3, "peak.float8": 1979e12},
     "GB200": {"product.efficiency": 0.65, "peak.float8": 4900e12, "peak.float4": 8330e12},
     "GB300": {"product.efficiency": 0.62, "peak.float4": 12495e12},

@@ -180,22 +180,31 @@ def ptdp() -> tuple[papers.Paper, dict[str, Any]]:
 def test_ptdp_is_predicted_within_its_gates(ptdp: tuple[papers.Paper, dict[str, Any]]) -> None:
     paper, found = ptdp
     summary = found["summary"]
-    assert (summary["n"], summary["fitted"]) == (16, 3)
-    assert summary["median"] <= 0.02 and summary["max"] <= 0.06 and summary["leave_one_out"] <= 0.025
-    assert [one["median"] <= 0.03 for one in found["extrapolations"]] == [True]
+    assert (summary["n"], summary["fitted"]) == (16, 2)
+    assert summary["median"] <= 0.018 and summary["max"] <= 0.046 and summary["leave_one_out"] <= 0.02
+    assert [one["median"] <= 0.015 for one in found["extrapolations"]] == [True]
     cluster = load("selene")
     assert set(cluster.fitted) == set(paper.ranges) and found["at_bound"] == []
     for key, value in found["fit"].items():
         assert value == pytest.approx(cluster[key], rel=1e-2)
 
 
-@pytest.mark.parametrize(("name", "rows", "most"), [("ptdp-fig13", 10, 0.06), ("ptdp-fig17", 13, 0.05), ("korthikanti", 8, 0.08)])
-def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(name: str, rows: int, most: float, tmp_path: Path) -> None:
+HELD_OUT = (
+    ("ptdp-fig13", 10, (0.04, 0.06, 0.14)),
+    ("ptdp-fig17", 13, (0.04, 0.05, 0.155)),
+    ("korthikanti", 8, (0.03, 0.03, 0.055)),
+)
+
+
+@pytest.mark.parametrize(("name", "rows", "most"), HELD_OUT)
+def test_what_was_not_fitted_is_predicted_with_the_numbers_of_ptdp(
+    name: str, rows: int, most: tuple[float, float, float], tmp_path: Path
+) -> None:
     paper, found = reported(name)
     assert figures_of(paper, found, tmp_path) == {f"{name}.png", f"{name}.svg"}
     assert found["summary"]["n"] == rows and found["summary"]["fitted"] == 0
     assert {row["use"] for row in found["rows"]} == {"held out"} and "fit" not in found
-    assert found["summary"]["median"] <= most and found["summary"]["max"] <= 0.15
+    assert all(found["summary"][key] <= bound for key, bound in zip(("median", "mean", "max"), most, strict=True))
     if name == "ptdp-fig13":
         for batch in (32, 128):
             of = {
@@ -210,7 +219,7 @@ def test_zero_3_is_predicted_through_one_port_of_a_node_and_without_it_is_not() 
     """The ports are the program's alone, and nothing is fitted."""
     found = reported("ptdp-zero3")[1]
     assert (found["summary"]["n"], found["summary"]["fitted"]) == (6, 0) and "fit" not in found
-    assert found["summary"]["median"] <= 0.1 and found["summary"]["max"] <= 0.15
+    assert found["summary"]["median"] <= 0.08 and found["summary"]["mean"] <= 0.07 and found["summary"]["max"] <= 0.16
     shown = judge.judged([row for row in rows_of("published") if row.source.startswith("ptdp-zero3")])["rows"]
     assert [row["error"] for row in shown] == pytest.approx([1 / (1 + row["error"]) - 1 for row in found["rows"]], abs=0.03)
     all_ports = [replace(row, cluster=row.cluster.replaced({"network.ports": 8.0}, "assumed")) for row in rows_of("published")]

@@ -15,7 +15,7 @@ from summa3d.dry.step import Rank, Setting
 from summa3d.nn.config import ModelConfig
 from summa3d.nn.schemes.registry import SCHEME_SPECS
 from summa3d.plan import cells as of
-from summa3d.plan.programs.programs import PROGRAMS, edited
+from summa3d.plan.programs.programs import PROGRAMS, edited, edits_of
 from summa3d.plan.search.cells import StageGrid, traced
 
 
@@ -99,6 +99,26 @@ def test_megatrons_kernels_pass_once_over_the_scores() -> None:
         return op.kind == "elements" and op.layer.startswith("blocks.0.attention.core")
 
     assert [op.name for op in fused.forward if scores(op)] == ["_softmax", "dropout_add_float32"]
+
+
+@pytest.mark.parametrize(("program", "width"), [("megatron-2021", 2), ("bigscience-bf16", 4), ("megatron-2022", 0)])
+def test_gradients_of_weights_are_added_up_apart_in_their_dtype_or_by_their_products(program: str, width: int) -> None:
+    """Of the four products of a block's weights alone: what attention multiplies has gradients that nobody adds up."""
+    own = PROGRAMS[program]
+    cell = of.cells(setting("oned", {"y": 4}, 4))[of.BLOCK]
+    edited_cell = edited(cell, edits_of(own, own.switches, "full"))
+    sums = [op for op in edited_cell.backward if op.name == "accumulate"]
+    h, ranks = 48, 4
+    held = 12 * h * h // ranks
+    assert len(sums) == (4 if width else 0)
+    assert sum(op.written for op in sums) == width * held and sum(op.read for op in sums) == (2 + width) * held * bool(width)
+    pairs = [
+        (op, new)
+        for op, new in zip(*([op for op in each.backward if op.kind == "product"] for each in (cell, edited_cell)), strict=True)
+        if op != new
+    ]
+    assert sum(new.read - op.read for op, new in pairs) == (0 if width else 4 * held)
+    assert sum(new.written for _, new in pairs) == (0 if width else 4 * held)
 
 
 KEPT = (

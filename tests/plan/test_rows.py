@@ -135,6 +135,10 @@ def test_a_step_costs_what_its_switches_say(tmp_path: Path) -> None:
     assert base < with_switches(fused_accumulation=False) and base < with_switches(causal=False)
     assert base < seconds(tmp_path, recompute="selective") < seconds(tmp_path, recompute="full")
     assert base <= with_switches(overlap_gradients=False, overlap_parameters=False)
+    older = {"program": "megatron-2022", "grid": {"tp": 4, "pp": 4}, "recompute": "full"}
+    behind = seconds(tmp_path, **older)
+    assert behind < seconds(tmp_path, **older, switches={"overlap_inputs": False})
+    assert behind < seconds(tmp_path, **older, switches={"fused_accumulation": False})
     shards = {"program": "fsdp2", "grid": {"fsdp": 16}, "chunks": 1}
     compiled = seconds(tmp_path, **shards)
     assert compiled < seconds(tmp_path, **shards, switches={"prefetch": False})
@@ -672,6 +676,19 @@ def test_megatrons_rows_of_2021_are_near() -> None:
     found = [row for row in rows.read(PUBLISHED / "published.json") if row.source.startswith("ptdp:")]
     errors = [abs(step(row.given).seconds(row.cluster) / row.seconds - 1) for row in found]
     assert len(errors) == 16 and median(errors) <= 0.04 and max(errors) <= 0.1
+
+
+def test_korthikantis_rows_are_near_by_the_program_of_their_year() -> None:
+    """Eight rows to which nothing is fitted, mean at most 5 %; by the program of a year before they take longer, all of them."""
+    found = [row for row in rows.read(PUBLISHED / "published.json") if row.source.startswith("korthikanti:")]
+    errors = [step(row.given).seconds(row.cluster) / row.seconds - 1 for row in found]
+    older = PROGRAMS["megatron-2021"].switches
+    before = [
+        step({**row.given, "profile": "megatron-2021", "switches": {**row.given["switches"], "overlap_inputs": False, **older}})
+        for row in found
+    ]
+    assert len(errors) == 8 and sum(map(abs, errors)) / 8 <= 0.05
+    assert all(one.seconds(row.cluster) / row.seconds - 1 > error for one, row, error in zip(before, found, errors, strict=True))
 
 
 def planned(*words: str) -> dict[str, Any]:

@@ -103,23 +103,32 @@ def as_nccl(trace: OpTrace) -> Iterable[Op]:
     return (op for op in trace if op.kind != "elements" or not op.name.startswith(OWN))
 
 
+def is_of_weight(op: Op) -> bool:
+    """Whether an operation is the product that makes the gradient of a weight, and not of what attention multiplies."""
+    return op.kind == "product" and op.name == "tn" and op.phase == "backward" and not op.layer.endswith(".core")
+
+
 @of_each_trace
 def accumulated(trace: OpTrace) -> Iterable[Op]:
     """Products of weights' gradients add to the 32-bit sum of the micro-batches, which they read and write: in cuBLAS, β = 1."""
     for op in trace:
-        if op.kind == "product" and op.name == "tn" and op.phase == "backward":
-            op = op._replace(read=op.read + 4 * op.m * op.n, written=4 * op.m * op.n)
-        yield op
+        size = op.m * op.n
+        yield op._replace(read=op.read + 4 * size, written=4 * size) if is_of_weight(op) else op
 
 
-@of_each_trace
-def accumulated_apart(trace: OpTrace) -> Iterable[Op]:
-    """A weight's gradient is written in 16 bits, and then added to the 32-bit sum."""
-    for op in trace:
-        yield op
-        if op.kind == "product" and op.name == "tn" and op.phase == "backward":
-            size = op.m * op.n
-            yield Op("elements", op.phase, op.layer, "accumulate", read=6 * size, written=4 * size, dtype="float32")
+def accumulated_apart(dtype: str) -> Edit:
+    """Add a weight's gradient, written in 16 bits, to the sum of the micro-batches of this dtype, in a pass of its own."""
+    width = dtype_of(dtype).nbytes
+
+    @of_each_trace
+    def edit(trace: OpTrace) -> Iterable[Op]:
+        for op in trace:
+            yield op
+            if is_of_weight(op):
+                size = op.m * op.n
+                yield Op("elements", op.phase, op.layer, "accumulate", read=(2 + width) * size, written=width * size)
+
+    return edit
 
 
 def inputs_kept(cell: Cell) -> Cell:

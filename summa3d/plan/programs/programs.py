@@ -35,6 +35,7 @@ SWITCHES = {
     "causal": "that kernel leaves out the blocks of scores above the diagonal",
     "fused_accumulation": "products of weights' gradients add to the sum of the micro-batches themselves",
     "overlap_tp": "gathers and sums of tensor parallelism run behind the product beside them, piece by piece",
+    "overlap_inputs": "sums of inputs' gradients over tensor ranks run behind products of weights' gradients",
     "overlap_p2p": "messages of the pipeline run behind other micro-batches",
     "overlap_gradients": "sums of gradients over replicas run behind the last backward",
     "overlap_parameters": "gathers of updated parameters run behind the next forward",
@@ -44,11 +45,13 @@ SWITCHES = {
 }
 """Name of a switch → what holds where it is on."""
 FSDP = {"fused_attention": True, "causal": True, "prefetch": True, "compile": True, "overlap_gradients": True}
+APART = {"fused_accumulation": False}
+KERNELS_OF_2021 = (fused_softmax, strided_attention, sums_of_halves)
 CHUNK = 524288.0
 """Bytes that NCCL 2 forwards at once along a chain."""
 CONTENTION = 0.7
 """Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
-MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "prefetch", "tokens_once", "compile")}
+MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "overlap_inputs", "prefetch", "tokens_once", "compile")}
 INTERNEVO = {"fused_attention": True, "causal": True, "fused_accumulation": False, "overlap_gradients": True, "compile": False}
 
 
@@ -67,7 +70,8 @@ class PricedProgram(NamedTuple):
     the head too, and not as many blocks, one stage a rank. launch : the least seconds in which an element-wise kernel starts,
     where the host waits for every one. zero : whether replicas cut masters and moments unless a plan says otherwise, as those of
     newer programs do. broadcasts : the tensors of a block, whole ones of which an owner updates and broadcasts by itself, one
-    after the other; 0, where all gather from all.
+    after the other; 0, where all gather from all. sequences : whether it has sequence parallelism, and computes as much again as
+    a plan says; newer ones do.
     """
 
     about: str
@@ -88,17 +92,28 @@ class PricedProgram(NamedTuple):
     broadcasts: int = 0
     launch: float = 0.0
     zero: bool = False
+    sequences: bool = False
 
 
 PROGRAMS = {
     "summa3d": PricedProgram("this library"),
     "megatron-2020": PricedProgram("Megatron-LM as of 2020", (distributed_checkpoints,)),
     "optimus-2021": PricedProgram("Optimus", (workspace_copies,)),
-    "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", (fused_softmax, strided_attention, sums_of_halves)),
-    "megatron-2021-unfused": PricedProgram("the same before its fused kernels", (strided_attention, sums_of_halves, unfused)),
+    "megatron-2021": PricedProgram("Megatron-LM as of 2021 (PTD-P)", KERNELS_OF_2021, APART),
+    "megatron-2021-unfused": PricedProgram(
+        "the same before its fused kernels", (strided_attention, sums_of_halves, unfused), APART
+    ),
+    "megatron-2022": PricedProgram(
+        "Megatron-LM as of 2022 (Korthikanti et al.)",
+        KERNELS_OF_2021,
+        {"fused_accumulation": True, "overlap_inputs": True},
+        sums="float32",
+        sequences=True,
+    ),
     "bigscience": PricedProgram(
         "BLOOM's Megatron-DeepSpeed of 2022, with CUDA_LAUNCH_BLOCKING=1",
-        (fused_softmax, strided_attention, sums_of_halves),
+        KERNELS_OF_2021,
+        APART,
         launch=2e-4,
         zero=True,
     ),
@@ -150,7 +165,7 @@ PROGRAMS = {
     "deepspeed-zero": PricedProgram("DeepSpeed's ZeRO", (as_nccl,), FSDP, core_again, "flash2", "bfloat16", CONTENTION, True, 4),
     "deepspeed-zero-2021": PricedProgram(
         "DeepSpeed's ZeRO-3 as of 2021 (PTD-P)",
-        (fused_softmax, strided_attention, sums_of_halves),
+        KERNELS_OF_2021,
         {"prefetch": True},
         contention=CONTENTION,
         kept=4,
@@ -214,7 +229,7 @@ def edits_of(program: PricedProgram, on: Mapping[str, bool], recompute: str) -> 
     elif not on.get("causal"):
         edits.append(whole_square)
     if "fused_accumulation" in on:
-        edits.append(accumulated if on["fused_accumulation"] else accumulated_apart)
+        edits.append(accumulated if on["fused_accumulation"] else accumulated_apart(program.sums))
     if on.get("compile") is False:
         edits.append(eager)
     if recompute == "selective" and program.selective and on.get("fused_attention"):

@@ -193,14 +193,14 @@ def _with_grid(sizes: Mapping[str, Any], grid: Mapping[str, int], program: Price
     per_stage = sizes["layers"] // grid["pp"]
     most = MOST_CHUNKS if grid["pp"] > 1 and not program.balanced else 1
     chunks = [v for v in range(1, most + 1) if per_stage % v == 0]
-    modern = program.newer
+    modern = program.newer or program.sequences
     for micro in of("micro_batch", [b for b in MICRO_BATCHES if rows % b == 0]) if rows and not left else ():
         for v in of("chunks", chunks):
             if rows % micro or (v > 1 and rows // micro % grid["pp"]):
                 continue
             for recompute in of("recompute", ("none", "selective", "full") if modern else ("full",)):
                 for scheme in of("scheme", ("oned-sp",) if modern and grid["tp"] > 1 else ("oned",)):
-                    for zero in of("zero", (int(modern or program.zero),)):
+                    for zero in of("zero", (int(program.newer or program.zero),)):
                         kind = {"micro_batch": micro, "chunks": v, "recompute": recompute, "scheme": scheme, "zero": zero}
                         yield {**sizes, **grid, **kind}
 

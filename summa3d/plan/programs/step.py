@@ -61,7 +61,7 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
         max(1, -(-given["batch"] // (dp * shards * given["micro_batch"]))),
         messages,
         after,
-        given.get("overlap", False),
+        bool(on.get("overlap_inputs")),
         behind,
         late,
         early,
