@@ -110,12 +110,8 @@ PROGRAMS = {
         sums="float32",
         sequences=True,
     ),
-    "bigscience": PricedProgram(
-        "BLOOM's Megatron-DeepSpeed of 2022, with CUDA_LAUNCH_BLOCKING=1",
-        KERNELS_OF_2021,
-        APART,
-        launch=2e-4,
-        zero=True,
+    "megatron-deepspeed-2021": PricedProgram(
+        "DeepSpeed's pipelines of Megatron-LM's layers in bfloat16 (MT-NLG)", KERNELS_OF_2021, APART, sums="float32", kept=10
     ),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
@@ -173,8 +169,11 @@ PROGRAMS = {
     ),
 }
 """Name → program."""
-PROGRAMS["bigscience-bf16"] = PROGRAMS["bigscience"]._replace(
-    about="the same with sums of gradients in 32 bits", kept=10, sums="float32"
+PROGRAMS["bigscience-bf16"] = PROGRAMS["megatron-deepspeed-2021"]._replace(
+    about="BLOOM's Megatron-DeepSpeed of 2022, with CUDA_LAUNCH_BLOCKING=1, in bfloat16", launch=2e-4, zero=True
+)
+PROGRAMS["bigscience"] = PROGRAMS["bigscience-bf16"]._replace(
+    about="the same in float16, with sums of gradients in it", sums="bfloat16", kept=6
 )
 ALIASES = {
     "megatron-core": ("megatron", "megatron-lm", "megatronlm", "nemo", "megascale", "colossal", "colossalai"),
