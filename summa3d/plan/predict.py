@@ -47,7 +47,8 @@ class PredictedStep:
     over replicas and the optimizer, of the rank that has most. overlap : communications of a cell run behind arithmetic until
     they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward) → communications that
     run behind its arithmetic, along each axis at once. late, early : those that run behind the last backward of a rank's layers,
-    and behind their first forward. contention : the part of the time of those behind arithmetic that they slow it down.
+    and behind their first forward. contention : how much those behind
+    arithmetic slow it down, of the time in which what they bring passes a node's links; stalls : of their whole time.
     host : seconds that a host takes to start a block's passes, of which its forward has a third, and again where it is computed
     again: they take no less.
     """
@@ -64,6 +65,7 @@ class PredictedStep:
     late: tuple[Op, ...] = ()
     early: tuple[Op, ...] = ()
     contention: float = 0.0
+    stalls: float = 0.0
     host: float = 0.0
 
     @cached_property
@@ -132,7 +134,8 @@ class PredictedStep:
             of = {key: work.priced(prices) for key, work in self._works.items()}
         for key, hidden in self._behind.items():
             moved, computed = [item.moved(prices) for item in hidden], self._works[key].computed(prices)
-            of[key] += max(0.0, max(moved) - computed) + self.contention * min(sum(moved), computed)
+            copied = sum(item.copied(prices) for item in hidden)
+            of[key] += max(0.0, max(moved) - computed) + self._slowdown(sum(moved), copied, computed)
         if self.host:
             again = any(op.phase == "recompute" and op.kind == "elements" for op in self.cells[BLOCK].backward)
             for way, parts in ((False, 1), (True, 2 + again)):
@@ -141,9 +144,14 @@ class PredictedStep:
         around = (self.send, self.after, self.late, self.early)
         send, after, *apart = (sum(map(prices.seconds, ops), 0.0) for ops in around)
         layers = max(map(sum, zip(*[iter(self.layers)] * self.chunks, strict=True))) if self.late or self.early else 0
-        for seconds, of_layers in zip(apart, (backward[BLOCK], forward[BLOCK]), strict=True):
-            after += max(0.0, seconds - layers * of_layers) + self.contention * min(seconds, layers * of_layers)
+        for ops, seconds, of_layers in zip((self.late, self.early), apart, (backward[BLOCK], forward[BLOCK]), strict=True):
+            computed = layers * of_layers
+            after += max(0.0, seconds - computed) + self._slowdown(seconds, sum(map(prices.copied, ops)), computed)
         return Durations(forward, backward, send, after)
+
+    def _slowdown(self, moved: float, copied: float, computed: float) -> float:
+        """Seconds by which the communications behind it slow arithmetic down."""
+        return self.contention * min(copied, computed) + self.stalls * min(moved, computed)
 
     def of_stages(self, parts: Durations) -> dict[tuple[str, int], float]:
         """(Kind of op, stage) → its seconds, with the message that it sends."""

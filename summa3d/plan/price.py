@@ -107,6 +107,10 @@ class Prices:
             return 0.0
         return op.written / dtype_of(op.dtype).nbytes * self.cluster["elements.function"] * self._crowding
 
+    def copied(self, op: Op) -> float:
+        """Seconds in which what a communication brings passes the innermost links, as if there were no others."""
+        return op.words * dtype_of(op.dtype).nbytes * self._edges[0].one_way
+
     def elements(self, size: float, launches: float = 1.0) -> float:
         """Seconds of element-wise work on so many bytes."""
         return size * self._byte + launches * self._launches["elements"]

@@ -176,3 +176,7 @@ class UnorderedWork:
     def moved(self, prices: Prices) -> float:
         """The seconds of communications."""
         return sum(times * sum(prices.move(op)) for op, times in self.ops if op.kind == "move")
+
+    def copied(self, prices: Prices) -> float:
+        """The seconds in which what communications bring passes the innermost links."""
+        return sum(times * prices.copied(op) for op, times in self.ops if op.kind == "move")

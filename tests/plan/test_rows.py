@@ -148,11 +148,18 @@ def test_a_step_costs_what_its_switches_say(tmp_path: Path) -> None:
 def test_gathers_behind_arithmetic_slow_it_down_by_a_part_of_their_time(tmp_path: Path) -> None:
     (row,) = read(tmp_path, {"program": "fsdp2", "grid": {"fsdp": 16}, "chunks": 1, "micro_batch": 4})
     plan, prices = step(row.given), Prices(row.cluster, step(row.given).topology)
-    slowed, free = (replace(plan, contention=part).durations(row.cluster) for part in (0.7, 0.0))
-    for backward, with_it, without in ((False, slowed.forward, free.forward), (True, slowed.backward, free.backward)):
-        moved = sum(prices.seconds(op) for op in plan.behind[BLOCK, backward])
-        assert 0 < moved < without[BLOCK] and with_it[BLOCK] - without[BLOCK] == pytest.approx(0.7 * moved)
-    assert plan.contention == 0.7
+    assert (plan.contention, plan.stalls) == (1.0, 0.0)
+    own, late, free = (
+        replace(plan, contention=c, stalls=s).durations(row.cluster) for c, s in ((1.0, 0.0), (0.0, 0.7), (0.0, 0.0))
+    )
+    links = row.cluster.levels[0].bandwidth
+    for backward in (False, True):
+        ops = plan.behind[BLOCK, backward]
+        sizes = [op.words * (4 if op.dtype == "float32" else 2) for op in ops]
+        moved, copied = sum(map(prices.seconds, ops)), sum(sizes) / links
+        slowed, stalled, alone = ((each.backward if backward else each.forward)[BLOCK] for each in (own, late, free))
+        assert 0 < copied < moved < alone
+        assert slowed - alone == pytest.approx(copied) and stalled - alone == pytest.approx(0.7 * moved)
 
 
 def test_fused_attention_has_rates_of_its_own_by_pass_keys_and_head_size() -> None:
@@ -351,6 +358,38 @@ def test_a_program_without_fused_attention_has_none_in_its_rows(tmp_path: Path) 
         read(tmp_path, {"program": name, "recompute": "full"})[0].given["attention_dropout"] for name in ("megatron-2021", "nemo")
     )
     assert older > newer == 0
+
+
+def test_what_a_row_leaves_open_is_what_fits(tmp_path: Path) -> None:
+    """As little is computed again, and as many rows a micro-batch, as the device holds; one in a pipeline. All is said."""
+    shards = {"program": "fsdp2", "grid": {"fsdp": 16}, "chunks": 1}
+    ample, short = (
+        read(tmp_path, {**shards, "batch": 512, "micro_batch": None, "recompute": None, "gpu": gpu})
+        for gpu in ("A100", "A100-40GB")
+    )
+    for (row,), (less, more) in ((ample, (1, 64)), (short, (1, 64))):
+        size, kind = row.given["micro_batch"], row.given["recompute"]
+        assert less <= size < more and bytes_of(row.given) <= row.cluster["device.memory"]
+        assert bytes_of({**row.given, "micro_batch": 2 * size}) > row.cluster["device.memory"]
+        assert {f"micro_batch is not given: {size} is taken", f"recompute is not given: {kind} is taken"} <= set(row.remarks)
+    assert short[0].given["micro_batch"] < ample[0].given["micro_batch"]
+    (stages,) = read(tmp_path, {"grid": {"tp": 2, "pp": 4}, "chunks": 1, "micro_batch": None})
+    assert stages.given["micro_batch"] == 1 and not any("recompute" in remark for remark in stages.remarks)
+    (full,) = read(
+        tmp_path, {**shards, "gpu": "A10", "grid": {"fsdp": 2}, "gpus": 2, "batch": 2, "micro_batch": None, "recompute": None}
+    )
+    assert full.given["micro_batch"] == 1
+
+
+def test_gpus_without_a_kernel_of_fused_attention_have_none(tmp_path: Path) -> None:
+    """Of programs that nobody knows they have what programs of 2021 did."""
+    named = ({"program": "deepspeed"}, {"program": "somebodys"}, {"program": "somebodys", "grid": {"fsdp": 16}, "chunks": 1})
+    old = [read(tmp_path, {**row, "gpu": "V100"})[0] for row in named]
+    assert [row.program for row in old] == ["deepspeed-zero", "megatron-2021", "deepspeed-zero-2021"]
+    assert [row.given["attention_dropout"] for row in old] == [0.1] * 3
+    newer = [read(tmp_path, row)[0] for row in named]
+    assert [row.program for row in newer] == ["deepspeed-zero", "megatron-core", "fsdp2"]
+    assert [row.given["attention_dropout"] for row in newer] == [0.0] * 3
 
 
 def test_bigsciences_host_waits_for_every_kernel_and_its_stages_have_slots(tmp_path: Path) -> None:
@@ -554,9 +593,11 @@ def test_weights_are_cut_over_contexts_too_and_replicas_of_shards_hold_the_same(
     assert [op.name for op in step(twice.given).after] == [op.name for op in step(eight.given).after] == ["adam"]
     plan, cluster = step(twice.given), twice.cluster
     hidden = Prices(cluster, plan.topology).seconds(total)
-    with_it, without = (replace(plan, contention=part).durations(cluster).after for part in (0.7, 0.0))
+    with_it, without = (replace(plan, contention=0.0, stalls=part).durations(cluster).after for part in (0.7, 0.0))
     assert 0 < hidden < MODEL["layers"] * plan.durations(cluster).backward[BLOCK]
     assert with_it - without == pytest.approx(0.7 * hidden)
+    slowed = replace(plan, contention=1.0).durations(cluster).after
+    assert slowed - without == pytest.approx(2 * total.words / cluster.levels[0].bandwidth)  # 16 bits
 
 
 def test_the_last_stage_holds_the_logits_and_a_block_that_is_computed_again_its_results(tmp_path: Path) -> None:
@@ -758,6 +799,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
         *(("dgxc", 0.04, 0.9, None), ("others", 0.05, 0.9, 0.04), ("bridge", 0.06, 0.75, None)),
         *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
         *(("experts", 0.15, 0.85, None), ("bigscience", 0.04, 0.85, 0.08), ("mlperf", 0.055, 0.9, None)),
+        ("reports", 0.09, 0.9, 0.2),
     ],
 )
 def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:

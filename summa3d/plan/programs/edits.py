@@ -104,7 +104,7 @@ def as_nccl(trace: OpTrace) -> Iterable[Op]:
 
 
 def is_of_weight(op: Op) -> bool:
-    """Whether an operation is the product that makes the gradient of a weight, and not of what attention multiplies."""
+    """Return whether an operation is the product that makes the gradient of a weight, and not of what attention multiplies."""
     return op.kind == "product" and op.name == "tn" and op.phase == "backward" and not op.layer.endswith(".core")
 
 

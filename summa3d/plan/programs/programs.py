@@ -49,8 +49,8 @@ APART = {"fused_accumulation": False}
 KERNELS_OF_2021 = (fused_softmax, strided_attention, sums_of_halves)
 CHUNK = 524288.0
 """Bytes that NCCL 2 forwards at once along a chain."""
-CONTENTION = 0.7
-"""Of gathers that NCCL runs behind products: measured, by MosaicML's rows of small micro-batches on A100."""
+STALLS = 0.7
+"""Of the time of gathers and broadcasts that a program starts late: measured, by PTD-P's rows of ZeRO-3."""
 MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "overlap_inputs", "prefetch", "tokens_once", "compile")}
 INTERNEVO = {"fused_attention": True, "causal": True, "fused_accumulation": False, "overlap_gradients": True, "compile": False}
 
@@ -60,8 +60,9 @@ class PricedProgram(NamedTuple):
 
     about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
     computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device. sums :
-    dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits. contention : the
-    part of their time for which gathers of weights, and sums over replicas, slow down the arithmetic that they run behind. newer
+    dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits. contention,
+    stalls : how long gathers of weights, and sums over replicas, slow down the arithmetic that they run behind, as a part of the
+    time in which NCCL copies what they bring inside a node, and as one of their whole time. newer
     : whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master and moments: 16-bit
     weights, unless they are gathered from masters, and the gradients' sum. masters : bytes of those, which ZeRO cuts. logits :
     bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its
@@ -81,6 +82,7 @@ class PricedProgram(NamedTuple):
     kernel: str = ""
     sums: str = "bfloat16"
     contention: float = 0.0
+    stalls: float = 0.0
     newer: bool = False
     kept: int = 6
     masters: int = 12
@@ -113,6 +115,14 @@ PROGRAMS = {
     "megatron-deepspeed-2021": PricedProgram(
         "DeepSpeed's pipelines of Megatron-LM's layers in bfloat16 (MT-NLG)", KERNELS_OF_2021, APART, sums="float32", kept=10
     ),
+    "megatron-deepspeed": PricedProgram(
+        "Megatron-DeepSpeed, GPT-NeoX, PaddleNLP and Megatron-LLaMA, 2022 and later",
+        (as_nccl, fused_softmax, strided_attention),
+        {"fused_attention": True, "causal": True, "compile": False, **APART},
+        core_again,
+        "flash2",
+        newer=True,
+    ),
     "fsdp-2023": PricedProgram("MPT by torch's FSDP", (strided_attention,)),
     "megatron-core": PricedProgram("Megatron-Core and NeMo", (as_nccl,), MODERN, core_again, newer=True, kept=4),
     "internevo": PricedProgram(
@@ -121,7 +131,7 @@ PROGRAMS = {
         INTERNEVO,
         core_again,
         "flash2",
-        contention=CONTENTION,
+        stalls=STALLS,
         newer=True,
         kept=4,
         masters=22,
@@ -140,7 +150,7 @@ PROGRAMS = {
         balanced=True,
     ),
     "fsdp": PricedProgram(
-        "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", "float32", CONTENTION, True, 4
+        "torch's FSDP as of 2023, MosaicML", (as_nccl,), FSDP, core_again, "flash1", contention=1.0, newer=True, kept=4
     ),
     "fsdp2": PricedProgram(
         "torch's FSDP2, torchtitan",
@@ -149,7 +159,7 @@ PROGRAMS = {
         half_again,
         "flash2",
         "float32",
-        CONTENTION,
+        contention=1.0,
         newer=True,
         kept=4,
         logits=10,
@@ -158,12 +168,14 @@ PROGRAMS = {
     "maxtext": PricedProgram(
         "MaxText, XLA's FSDP", (as_nccl,), FSDP, all_but_qkv_again, newer=True, kept=4, results=("q", "k", "v")
     ),
-    "deepspeed-zero": PricedProgram("DeepSpeed's ZeRO", (as_nccl,), FSDP, core_again, "flash2", "bfloat16", CONTENTION, True, 4),
+    "deepspeed-zero": PricedProgram(
+        "DeepSpeed's ZeRO", (as_nccl,), {**FSDP, "compile": False}, core_again, "flash2", stalls=STALLS, newer=True, kept=4
+    ),
     "deepspeed-zero-2021": PricedProgram(
         "DeepSpeed's ZeRO-3 as of 2021 (PTD-P)",
         KERNELS_OF_2021,
         {"prefetch": True},
-        contention=CONTENTION,
+        stalls=STALLS,
         kept=4,
         ports=1,
     ),
@@ -175,14 +187,19 @@ PROGRAMS["bigscience-bf16"] = PROGRAMS["megatron-deepspeed-2021"]._replace(
 PROGRAMS["bigscience"] = PROGRAMS["bigscience-bf16"]._replace(
     about="the same in float16, with sums of gradients in it", sums="bfloat16", kept=6
 )
+PROGRAMS["fsdp-eager"] = PROGRAMS["fsdp"]._replace(
+    about="the same without compiled kernels: IBM, Hugging Face", switches={**FSDP, "compile": False}, kernel="flash2"
+)
 ALIASES = {
     "megatron-core": ("megatron", "megatron-lm", "megatronlm", "nemo", "megascale", "colossal", "colossalai"),
-    "fsdp2": ("torchtitan", "ibm", "lightning", "litgpt", "lit-gpt", "axolotl", "torchtune", "automodel", "nemo-automodel"),
+    "fsdp2": ("torchtitan", "lightning", "litgpt", "lit-gpt", "axolotl", "torchtune", "automodel", "nemo-automodel"),
     "fsdp": ("mosaicml", "llm-foundry", "composer", "mpt"),
+    "fsdp-eager": ("ibm", "fms-fsdp", "huggingface", "hf", "accelerate"),
     "deepspeed-zero": ("deepspeed", "zero"),
     "nanotron": ("nanotron",),
     "internevo": ("internlm",),
     "bigscience": ("bloom",),
+    "megatron-deepspeed": ("gpt-neox", "neox", "paddlenlp", "megatron-llama"),
 }
 """Name of a program → how others begin whose steps are priced as its."""
 

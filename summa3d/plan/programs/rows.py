@@ -17,6 +17,7 @@ from ...files import text_of
 from .bands import kind_of
 from .devices import cluster_of, device_of, ports_of
 from .experts import nodes_of_experts
+from .memory import bytes_of
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
 from .sizes import FULLY, ffn_of, parts_of, widths_of
 
@@ -163,7 +164,8 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     cluster, device = _cluster_of(row, program, remarks)
     dtype = str(row.get("dtype") or "bfloat16").strip().lower()
     cluster, narrow = _in_dtype(on_cluster(program, cluster), device, dtype, remarks)
-    on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
+    kernel = {} if cluster["attention.forward"] else {"fused_attention": False}
+    on = {**program.switches, **kernel, **{key: value for key, value in switches.items() if key in SWITCHES}}
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
     given = {
@@ -180,8 +182,6 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     given |= _experts_of(model, row.get("grid") or {}, given, remarks)
     cluster = cluster.filled(row["gpus"])
     given |= nodes_of_experts(given, cluster)
-    copies = grid["dp"] * grid["shards"]
-    given["micro_batch"] = row.get("micro_batch") or max(1, row["batch"] // copies)
     zero = switches.get("zero", _zero_of(row.get("grid") or {}))
     if not (_is(zero, int) and 0 <= zero <= FULLY):
         raise ConfigError(f"switches.zero = {zero!r} is no stage of ZeRO: 0, 1, 2 or 3.")
@@ -195,6 +195,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     given |= {"zero": zero, "zero_size": size, "slots": slots, "scatter": switches.get("scatter", True) is True}
     if zero == FULLY and given["shards"] == 1:
         given |= {"shards": given["dp"], "dp": 1}
+    given = _that_fits(given, row, cluster, remarks)
     tokens = row["batch"] * row["sequence"]
     seconds = row.get("seconds") or tokens / row["tokens_s_gpu"] / row["gpus"]
     said = f"{number}: {program_name(row, model, given)}"
@@ -210,6 +211,27 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     ]
     memory = float(row.get("memory_gib") or 0) * 2**30
     return MeasuredStep(said, name, device, cluster, given, float(seconds), memory, tuple(remarks), row.get("source") or "")
+
+
+def _that_fits(given: Mapping[str, Any], row: Mapping[str, Any], cluster: Cluster, remarks: list[str]) -> dict[str, Any]:
+    """Fill in what a row leaves open, and say so: as little is computed again as fits, then as many rows a micro-batch do.
+
+    In a pipeline a micro-batch has one, and in every one where nothing fits.
+    """
+    free = cluster["device.memory"]
+    many = max(1, row["batch"] // (given["dp"] * given["shards"]))
+    sizes = [1] if given["pp"] > 1 else [n for n in divisors(many) if n & (n - 1) == 0]
+    sizes = [row["micro_batch"]] if row.get("micro_batch") else sizes
+    kinds = (given["recompute"],) if row.get("recompute") is not None else RECOMPUTE
+    of = [{**given, "recompute": kind, "micro_batch": sizes[0]} for kind in kinds]
+    result = next((plan for plan in of if len(of) == 1 or bytes_of(plan) <= free), of[0])
+    for size in sizes[1:]:
+        larger = {**result, "micro_batch": size}
+        if bytes_of(larger) > free:
+            break
+        result = larger
+    remarks += [f"{key} is not given: {result[key]} is taken" for key in ("micro_batch", "recompute") if row.get(key) is None]
+    return result
 
 
 def _cluster_of(row: Mapping[str, Any], program: PricedProgram, remarks: list[str]) -> tuple[Cluster, str]:
@@ -265,7 +287,10 @@ def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     except ConfigError:
         grid = row.get("grid") or {}
         alone = (grid.get("tp") or 1) * (grid.get("pp") or 1) == 1
-        name = "fsdp2" if (grid.get("fsdp") or 1) > 1 or alone else "megatron-core"
+        sharded, old = (grid.get("fsdp") or 1) > 1, row.get("gpu") and not cluster_of(row["gpu"])["attention.forward"]
+        name = "fsdp2" if sharded or alone else "megatron-core"
+        if old:
+            name = "deepspeed-zero-2021" if sharded else "megatron-2021"
         program = PROGRAMS[name]
     return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
 

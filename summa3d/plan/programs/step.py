@@ -66,6 +66,7 @@ def step(given: Mapping[str, Any]) -> PredictedStep:
         late,
         early,
         PROGRAMS[given["profile"]].contention,
+        PROGRAMS[given["profile"]].stalls,
         PROGRAMS[given["profile"]].host,
     )
 
