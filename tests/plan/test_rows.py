@@ -800,6 +800,7 @@ def test_the_figure_of_the_readme_shows_these_rows() -> None:
         *(("blackwell", 0.04, 0.8, None), ("torchtitan", 0.05, 0.9, 0.1), ("nanotron", 0.07, 0.8, 0.1)),
         *(("experts", 0.15, 0.85, None), ("bigscience", 0.04, 0.85, 0.08), ("mlperf", 0.055, 0.9, None)),
         ("reports", 0.09, 0.9, 0.2),
+        ("recipes", 0.12, 0.75, 0.3),
     ],
 )
 def test_rows_of_each_file_are_near(name: str, near: float, spearman: float, gigabytes: float | None) -> None:
