@@ -32,7 +32,7 @@ BEFORE = {
 }
 """Device → what was assumed of it before its own rows were seen: with that, they are rows of a machine left out. FlashAttention-1
 is half as fast as its second version, as the paper of that says (arXiv 2307.08691)."""
-NOT_LEFT_OUT = ("ptdp:", "github vinjn/nanotron-ultrascale-playbook", "github bigscience-workshop/")
+NOT_LEFT_OUT = ("ptdp:", "github vinjn/nanotron-ultrascale-playbook", "github bigscience-workshop/bigscience, train/tr11")
 """Rows that numbers of their machine are fitted to, and those that a program is what it is by."""
 
 

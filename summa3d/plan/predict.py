@@ -15,7 +15,7 @@ from ..comm.topology import Topology
 from ..dry.record import ENTER, LEAVE, Op
 from ..parallel.schedule import is_split, rule_of, unchecked
 from ..parallel.simulate import Events, in_order, time_of
-from .cells import BLOCK, Cell
+from .cells import BLOCK, Cell, OpTrace
 from .price import Prices
 from .replay import UnorderedWork, replay
 
@@ -43,14 +43,13 @@ class PredictedStep:
     """A training step.
 
     cells : ENTER, BLOCK and LEAVE on a stage's grid. topology : all ranks; pp is the axis of stages. layers : of each stage.
-    micro_batches : of each replica. send : what one stage sends another for a micro-batch, in each direction. after : reductions
-    over replicas and the optimizer, of the rank that has most. overlap : communications of a cell run behind arithmetic until
-    they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward) → communications that
-    run behind its arithmetic, along each axis at once. late, early : those that run behind the last backward of a rank's layers,
-    and behind their first forward. contention : how much those behind
-    arithmetic slow it down, of the time in which what they bring passes a node's links; stalls : of their whole time.
-    host : seconds that a host takes to start a block's passes, of which its forward has a third, and again where it is computed
-    again: they take no less.
+    micro_batches : of each replica. send : what one stage sends another for a micro-batch, in each direction. after :
+    reductions over replicas and the optimizer, of the rank that has most. overlap : communications of a cell run behind
+    arithmetic until they are waited for; what `send` and `after` hold is never overlapped. behind : (cell, whether backward)
+    → communications that run behind its arithmetic, along each axis at once. late, early : those that run behind the last
+    backward of a rank's layers, and behind their first forward. contention : how much those behind arithmetic slow it down,
+    of the time in which what they bring passes a node's links; stalls : of their whole time. host : seconds that a host takes
+    to start a block's passes, of which its forward has a third, and again where it is computed again: they take no less.
     """
 
     cells: Mapping[str, Cell]
@@ -129,13 +128,13 @@ class PredictedStep:
         """The seconds of the parts on a cluster."""
         prices = Prices(cluster, self.topology)
         if self.overlap:
-            of = {key: replay(self.cells[key[0]][key[1]], prices).seconds for key in self._works}
+            of = {key: self._replayed(self.cells[key[0]][key[1]], prices) for key in self._works}
         else:
             of = {key: work.priced(prices) for key, work in self._works.items()}
         for key, hidden in self._behind.items():
             moved, computed = [item.moved(prices) for item in hidden], self._works[key].computed(prices)
             copied = sum(item.copied(prices) for item in hidden)
-            of[key] += max(0.0, max(moved) - computed) + self._slowdown(sum(moved), copied, computed)
+            of[key] += self._added(max(moved), sum(moved), copied, computed)
         if self.host:
             again = any(op.phase == "recompute" and op.kind == "elements" for op in self.cells[BLOCK].backward)
             for way, parts in ((False, 1), (True, 2 + again)):
@@ -146,12 +145,18 @@ class PredictedStep:
         layers = max(map(sum, zip(*[iter(self.layers)] * self.chunks, strict=True))) if self.late or self.early else 0
         for ops, seconds, of_layers in zip((self.late, self.early), apart, (backward[BLOCK], forward[BLOCK]), strict=True):
             computed = layers * of_layers
-            after += max(0.0, seconds - computed) + self._slowdown(seconds, sum(map(prices.copied, ops)), computed)
+            after += self._added(seconds, seconds, sum(map(prices.copied, ops)), computed)
         return Durations(forward, backward, send, after)
 
-    def _slowdown(self, moved: float, copied: float, computed: float) -> float:
-        """Seconds by which the communications behind it slow arithmetic down."""
-        return self.contention * min(copied, computed) + self.stalls * min(moved, computed)
+    def _replayed(self, trace: OpTrace, prices: Prices) -> float:
+        """Seconds of a cell's pass; communications that nothing waits for later are waited for at once."""
+        later = {op.id for op in trace if op.kind == "wait"}
+        at_once = [op for op in trace if op.kind == "move" and op.id not in later]
+        return replay([op for op in trace if op not in at_once], prices).seconds + sum(map(prices.seconds, at_once))
+
+    def _added(self, longest: float, moved: float, copied: float, computed: float) -> float:
+        """Seconds that communications behind arithmetic add to it: what they slow it down, or are longer than it, and stalls."""
+        return max(self.contention * min(copied, computed), longest - computed) + self.stalls * min(moved, computed)
 
     def of_stages(self, parts: Durations) -> dict[tuple[str, int], float]:
         """(Kind of op, stage) → its seconds, with the message that it sends."""

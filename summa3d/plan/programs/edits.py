@@ -108,24 +108,22 @@ def is_of_weight(op: Op) -> bool:
     return op.kind == "product" and op.name == "tn" and op.phase == "backward" and not op.layer.endswith(".core")
 
 
-@of_each_trace
-def accumulated(trace: OpTrace) -> Iterable[Op]:
-    """Products of weights' gradients add to the 32-bit sum of the micro-batches, which they read and write: in cuBLAS, β = 1."""
-    for op in trace:
-        size = op.m * op.n
-        yield op._replace(read=op.read + 4 * size, written=4 * size) if is_of_weight(op) else op
+def accumulated(dtype: str, apart: bool) -> Edit:
+    """Add the gradients of weights to the sum of the micro-batches, which has this dtype.
 
-
-def accumulated_apart(dtype: str) -> Edit:
-    """Add a weight's gradient, written in 16 bits, to the sum of the micro-batches of this dtype, in a pass of its own."""
+    apart : in a pass of its own, where the product has written them in 16 bits; else by the product, which reads the sum and
+    writes it: in cuBLAS, β = 1.
+    """
     width = dtype_of(dtype).nbytes
 
     @of_each_trace
     def edit(trace: OpTrace) -> Iterable[Op]:
         for op in trace:
+            size = op.m * op.n * op.batch
+            if is_of_weight(op) and not apart:
+                op = op._replace(read=op.read + width * size, written=width * size)
             yield op
-            if is_of_weight(op):
-                size = op.m * op.n
+            if is_of_weight(op) and apart:
                 yield Op("elements", op.phase, op.layer, "accumulate", read=(2 + width) * size, written=width * size)
 
     return edit

@@ -13,7 +13,6 @@ from ..cells import Cell
 from .edits import (
     Edit,
     accumulated,
-    accumulated_apart,
     all_but_qkv_again,
     as_nccl,
     core_again,
@@ -50,7 +49,8 @@ KERNELS_OF_2021 = (fused_softmax, strided_attention, sums_of_halves)
 CHUNK = 524288.0
 """Bytes that NCCL 2 forwards at once along a chain."""
 STALLS = 0.7
-"""Of the time of gathers and broadcasts that a program starts late: measured, by PTD-P's rows of ZeRO-3."""
+"""Of the time of gathers and broadcasts that a program starts late: fitted to MosaicML's rows, priced otherwise now, and
+borne out by PTD-P's of ZeRO-3 and InternEvo's."""
 MODERN = {name: True for name in SWITCHES if name not in ("overlap_tp", "overlap_inputs", "prefetch", "tokens_once", "compile")}
 INTERNEVO = {"fused_attention": True, "causal": True, "fused_accumulation": False, "overlap_gradients": True, "compile": False}
 
@@ -59,20 +59,20 @@ class PricedProgram(NamedTuple):
     """A program.
 
     about : which it is. edits : of a cell of the library. switches : those that are on. selective : the edit of a block that
-    computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device. sums :
-    dtype in which gradients are added up, of shards and of replicas; those of shards' replicas have 16 bits. contention,
-    stalls : how long gathers of weights, and sums over replicas, slow down the arithmetic that they run behind, as a part of the
-    time in which NCCL copies what they bring inside a node, and as one of their whole time. newer
-    : whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master and moments: 16-bit
-    weights, unless they are gathered from masters, and the gradients' sum. masters : bytes of those, which ZeRO cuts. logits :
-    bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside its
-    input, where all else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes to
-    start the work of a block's two passes, below which no device does it. balanced : whether stages have as many parameters, of
-    the head too, and not as many blocks, one stage a rank. launch : the least seconds in which an element-wise kernel starts,
-    where the host waits for every one. zero : whether replicas cut masters and moments unless a plan says otherwise, as those of
-    newer programs do. broadcasts : the tensors of a block, whole ones of which an owner updates and broadcasts by itself, one
-    after the other; 0, where all gather from all. sequences : whether it has sequence parallelism, and computes as much again as
-    a plan says; newer ones do.
+    computes again what "selective" says there. kernel : of its attention, flash1 or flash2; empty, the best of the device.
+    sums : dtype in which gradients are added up, of micro-batches, shards and replicas; those of shards' replicas have 16
+    bits. contention, stalls : how long gathers of weights, and sums over replicas, slow down the arithmetic that they run
+    behind, as a part of the time in which NCCL copies what they bring inside a node, and as one of their whole time. newer :
+    whether its libraries are those of 2022 and later. kept : bytes of a parameter beside its master and moments: 16-bit
+    weights, unless they are gathered from masters, and the gradients' sum. masters : bytes of those, which ZeRO cuts. logits
+    : bytes of a logit beside its 16 bits, of a loss and gradients in 32. results : what of a block "selective" keeps beside
+    its input, where all else is computed again. ports : of a node that it uses, all where 0. host : seconds that a host takes
+    to start the work of a block's two passes, below which no device does it. balanced : whether stages have as many
+    parameters, of the head too, and not as many blocks, one stage a rank. launch : the least seconds in which an element-wise
+    kernel starts, where the host waits for every one. zero : whether replicas cut masters and moments unless a plan says
+    otherwise, as those of newer programs do. broadcasts : the tensors of a block, whole ones of which an owner updates and
+    broadcasts by itself, one after the other; 0, where all gather from all. sequences : whether it has sequence parallelism,
+    and computes as much again as a plan says; newer ones do.
     """
 
     about: str
@@ -245,7 +245,7 @@ def edits_of(program: PricedProgram, on: Mapping[str, bool], recompute: str) -> 
     elif not on.get("causal"):
         edits.append(whole_square)
     if "fused_accumulation" in on:
-        edits.append(accumulated if on["fused_accumulation"] else accumulated_apart(program.sums))
+        edits.append(accumulated(program.sums, apart=not on["fused_accumulation"]))
     if on.get("compile") is False:
         edits.append(eager)
     if recompute == "selective" and program.selective and on.get("fused_attention"):

@@ -15,7 +15,7 @@ from ...dtypes import NARROW
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .bands import kind_of
-from .devices import cluster_of, device_of, ports_of
+from .devices import cluster_of, device_of, has_fused_attention, ports_of
 from .experts import nodes_of_experts
 from .memory import bytes_of
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
@@ -148,7 +148,8 @@ def _faults(row: Mapping[str, Any]) -> Iterator[str]:
 
 def recompute_of(text: str) -> str | None:
     """Kind of recomputation, by the first letters of what a row says; None where it says something else."""
-    return next((kind for kind in RECOMPUTE if text.lower().startswith(kind[:3])), "none" if text in ("", "no") else None)
+    lower = text.lower()
+    return next((kind for kind in RECOMPUTE if lower.startswith(kind[:3])), "none" if lower in ("", "no") else None)
 
 
 def _is(value: Any, kind: type) -> bool:
@@ -164,8 +165,10 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     cluster, device = _cluster_of(row, program, remarks)
     dtype = str(row.get("dtype") or "bfloat16").strip().lower()
     cluster, narrow = _in_dtype(on_cluster(program, cluster), device, dtype, remarks)
-    kernel = {} if cluster["attention.forward"] else {"fused_attention": False}
-    on = {**program.switches, **kernel, **{key: value for key, value in switches.items() if key in SWITCHES}}
+    on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
+    if on.get("fused_attention") and row.get("cluster") is None and not has_fused_attention(row["gpu"]):
+        on["fused_attention"] = False
+        remarks.append(f"fused attention is not priced: {device} has no kernel of it")
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
     grid = grid_of(row)
     given = {
@@ -216,7 +219,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
 def _that_fits(given: Mapping[str, Any], row: Mapping[str, Any], cluster: Cluster, remarks: list[str]) -> dict[str, Any]:
     """Fill in what a row leaves open, and say so: as little is computed again as fits, then as many rows a micro-batch do.
 
-    In a pipeline a micro-batch has one, and in every one where nothing fits.
+    In a pipeline a micro-batch has one. Where nothing fits, all is computed again, of one row.
     """
     free = cluster["device.memory"]
     many = max(1, row["batch"] // (given["dp"] * given["shards"]))
@@ -224,7 +227,7 @@ def _that_fits(given: Mapping[str, Any], row: Mapping[str, Any], cluster: Cluste
     sizes = [row["micro_batch"]] if row.get("micro_batch") else sizes
     kinds = (given["recompute"],) if row.get("recompute") is not None else RECOMPUTE
     of = [{**given, "recompute": kind, "micro_batch": sizes[0]} for kind in kinds]
-    result = next((plan for plan in of if len(of) == 1 or bytes_of(plan) <= free), of[0])
+    result = next((plan for plan in of if len(of) == 1 or bytes_of(plan) <= free), of[-1])
     for size in sizes[1:]:
         larger = {**result, "micro_batch": size}
         if bytes_of(larger) > free:
@@ -287,10 +290,8 @@ def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     except ConfigError:
         grid = row.get("grid") or {}
         alone = (grid.get("tp") or 1) * (grid.get("pp") or 1) == 1
-        sharded, old = (grid.get("fsdp") or 1) > 1, row.get("gpu") and not cluster_of(row["gpu"])["attention.forward"]
-        name = "fsdp2" if sharded or alone else "megatron-core"
-        if old:
-            name = "deepspeed-zero-2021" if sharded else "megatron-2021"
+        sharded, fused = (grid.get("fsdp") or 1) > 1, row.get("cluster") is not None or has_fused_attention(row["gpu"])
+        name = "fsdp2" if sharded or (alone and fused) else "megatron-core" if fused else "megatron-2021"
         program = PROGRAMS[name]
     return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
 
