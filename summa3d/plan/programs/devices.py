@@ -42,6 +42,11 @@ def has_fused_attention(gpu: str) -> bool:
     return bool(devices()[device_of(gpu)].get("attention.forward", True))
 
 
+def is_older(gpu: str) -> bool:
+    """Return whether a GPU had programs of before 2022, whose libraries its own numbers are of."""
+    return "newer" in devices()[device_of(gpu)]
+
+
 def _plain(name: str) -> str:
     return re.sub(r"nvidia|amd|tesla|instinct|geforce|tensor core|gpu|[\s_-]", "", name.lower())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, prod
@@ -15,7 +16,7 @@ from ...dtypes import NARROW
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .bands import kind_of
-from .devices import cluster_of, device_of, has_fused_attention, ports_of
+from .devices import cluster_of, device_of, has_fused_attention, is_older, ports_of
 from .experts import nodes_of_experts
 from .memory import bytes_of
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
@@ -286,14 +287,22 @@ def _zero_of(grid: Mapping[str, Any]) -> int:
 def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     """The name of a row's program, the program, and what there is to say of it: one that is not known is priced as its like."""
     try:
-        name, program = program_of(row["program"])
+        name, _ = program_of(row["program"])
     except ConfigError:
         grid = row.get("grid") or {}
         alone = (grid.get("tp") or 1) * (grid.get("pp") or 1) == 1
         sharded, fused = (grid.get("fsdp") or 1) > 1, row.get("cluster") is not None or has_fused_attention(row["gpu"])
         name = "fsdp2" if sharded or (alone and fused) else "megatron-core" if fused else "megatron-2021"
-        program = PROGRAMS[name]
-    return name, program, [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
+    if name == "megatron-core" and _is_of_2022(row):
+        name = "megatron-2022"
+    return name, PROGRAMS[name], [f"program {row['program']} is priced as {name}"] * (row["program"].lower() != name)
+
+
+def _is_of_2022(row: Mapping[str, Any]) -> bool:
+    """Return whether a row's Megatron-LM, of which nothing says that its attention is fused, ran on a GPU of before 2022."""
+    plain = re.fullmatch(r"megatron([\s_.-]*lm)?", row["program"].strip().lower())
+    fused = (row.get("switches") or {}).get("fused_attention")
+    return bool(plain) and not fused and row.get("cluster") is None and is_older(row["gpu"])
 
 
 def _in_dtype(cluster: Cluster, device: str, dtype: str, remarks: list[str]) -> tuple[Cluster, str]:
