@@ -12,6 +12,7 @@ import mpi4py
 
 from summa3d.cluster import load as load_cluster
 from summa3d.errors import ConfigError, Summa3dError
+from summa3d.plan.programs import judge, text
 from summa3d.plan.programs.bands import FILE
 
 from . import bands, costs, sweeps
@@ -22,6 +23,7 @@ OWN = {
     "choices": "Plans that labs took, ranked among all that their program could run.",
     "formulas": "Papers' cost tables beside the closed forms of our schemes, isoefficiency, and figures of words.",
     "bands": "The bands of predicted seconds of `summa3d plan`, from papers/rows.",
+    "rows": "All measured rows of papers/rows, priced: errors, bands, null model, order, of each GPU.",
     "published": "The published points of the sweeps that are shipped, from papers/tables.",
 }
 
@@ -36,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
             one.add_argument("--write", action="store_true", help="Write them where the package reads them.")
             continue
         one.add_argument("--json", action="store_true", help="Print JSON in place of text.")
-        if name != "choices":
+        if name not in ("choices", "rows"):
             one.add_argument("--plots", type=Path, metavar="DIR", help="Write figures into DIR, as PNG and SVG.")
         if name == "formulas":
             one.add_argument("--hidden", type=int, required=True, metavar="H", help="Hidden size of the layer.")
@@ -51,8 +53,8 @@ def main(words: Sequence[str] | None = None) -> int:
     args = parser().parse_args(words)
     mpi4py.rc.initialize = False  # dry runs need the names of MPI alone
     try:
-        act = {"bands": keep, "published": keep, "formulas": formulas, "claims": claims, "choices": claims}.get(args.what, paper)
-        act(args)
+        act = {"bands": keep, "published": keep, "rows": rows, "formulas": formulas, "claims": claims, "choices": claims}
+        act.get(args.what, paper)(args)
     except Summa3dError as error:
         print(f"python -m papers: {error}", file=sys.stderr)
         return 1
@@ -62,10 +64,16 @@ def main(words: Sequence[str] | None = None) -> int:
 def keep(args: argparse.Namespace) -> None:
     """Print what the package has from here, or write it there."""
     texts = {FILE: bands.text()} if args.what == "bands" else {sweeps.file_of(one): sweeps.as_toml(one) for one in sweeps.SERIES}
-    for file, text in texts.items():
+    for file, content in texts.items():
         if args.write:
-            file.write_text(text, encoding="utf-8")
-        print(text, end="")
+            file.write_text(content, encoding="utf-8")
+        print(content, end="")
+
+
+def rows(args: argparse.Namespace) -> None:
+    """Print all measured rows beside predictions."""
+    found = judge.judged([row for file in sorted(bands.ROWS.glob("*.json")) for row in bands.rows_of(file.stem)])
+    print(json.dumps(found) if args.json else "\n".join(text.as_text(found)))
 
 
 def paper(args: argparse.Namespace) -> None:

@@ -240,3 +240,17 @@ def test_bloom_is_predicted_row_by_row_from_the_others_and_the_fastest_plan_is_p
     for key, value in found["fit"].items():
         assert value == pytest.approx(load("jean-zay")[key], rel=1e-2)
     assert set(load("jean-zay").fitted) == set(paper.ranges)
+
+
+@pytest.mark.wide
+def test_all_rows_are_priced_within_the_gates_of_a_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    """None is refused; on each GPU whose null model is off by more than 8 % the error is at most 0.7 of its."""
+    assert main(["rows", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    summary = found["summary"]
+    assert found["refused"] == 0 and summary["n"] > 1000
+    assert summary["median"] <= 0.08 and summary["mean"] <= 0.11 and summary["spearman"] >= 0.85
+    assert 0.8 <= summary["inside"] <= 0.95 and summary["band"] <= 0.12
+    for device in found["devices"].values():
+        if device["null"] and device["null"]["median"] > 0.08:
+            assert device["median"] <= 0.7 * device["null"]["median"]
