@@ -29,6 +29,7 @@ from summa3d.plan.programs.memory import FRAGMENTS, bytes_of
 from summa3d.plan.programs.programs import PROGRAMS, program_of
 from summa3d.plan.programs.sizes import balanced_layers, stages_of
 from summa3d.plan.programs.step import rank_parameters, step
+from summa3d.plan.replay import UnorderedWork
 
 ROOT = Path(__file__).parent.parent.parent
 PUBLISHED = ROOT / "papers/rows"
@@ -159,6 +160,7 @@ def test_gathers_behind_arithmetic_slow_it_down(tmp_path: Path) -> None:
         moved, copied = sum(map(prices.seconds, ops)), sum(sizes) / links
         slowed, stalled, alone = ((each.backward if backward else each.forward)[BLOCK] for each in (own, late, free))
         assert 0 < copied < moved < alone
+        assert UnorderedWork.of(plan.topology, [*ops, *ops]).copied(prices) == pytest.approx(2 * copied)
         assert slowed - alone == pytest.approx(copied) and stalled - alone == pytest.approx(0.7 * moved)
     assert plan._added(3.0, 3.0, 1.0, 2.5) == 1.0 and plan._added(4.0, 4.0, 1.0, 2.5) == 1.5  # hidden behind what is longer
     assert plan._added(3.0, 3.0, 2.8, 2.5) == 2.5 and replace(plan, contention=0.0, stalls=0.5)._added(4.0, 4.0, 1.0, 2.0) == 3.0

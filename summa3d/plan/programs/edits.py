@@ -104,8 +104,8 @@ def as_nccl(trace: OpTrace) -> Iterable[Op]:
 
 
 def is_of_weight(op: Op) -> bool:
-    """Return whether an operation is the product that makes the gradient of a weight, and not of what attention multiplies."""
-    return op.kind == "product" and op.name == "tn" and op.phase == "backward" and not op.layer.endswith(".core")
+    """Return whether an operation is the product that makes the gradient of a weight: attention's own have another form."""
+    return op.kind == "product" and op.name == "tn" and op.phase == "backward"
 
 
 def accumulated(dtype: str, apart: bool) -> Edit:
