@@ -151,8 +151,8 @@ class PredictedStep:
     def _replayed(self, trace: OpTrace, prices: Prices) -> float:
         """Seconds of a cell's pass; communications that nothing waits for later are waited for at once."""
         later = {op.id for op in trace if op.kind == "wait"}
-        at_once = [op for op in trace if op.kind == "move" and op.id not in later]
-        return replay([op for op in trace if op not in at_once], prices).seconds + sum(map(prices.seconds, at_once))
+        at_once = sum(prices.seconds(op) for op in trace if op.kind == "move" and op.id not in later)
+        return at_once + replay((op for op in trace if op.kind != "move" or op.id in later), prices).seconds
 
     def _added(self, longest: float, moved: float, copied: float, computed: float) -> float:
         """Seconds that communications behind arithmetic add to it: what they slow it down, or are longer than it, and stalls."""

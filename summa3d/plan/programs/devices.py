@@ -37,16 +37,6 @@ def device_of(gpu: str) -> str:
     raise ClusterError(f"unknown GPU {gpu!r}. Known: {', '.join(table)}; or give `cluster`, a name or a TOML file.")
 
 
-def has_fused_attention(gpu: str) -> bool:
-    """Return whether a GPU has a kernel of fused attention: all but those of which it is known that they have none."""
-    return bool(devices()[device_of(gpu)].get("attention.forward", True))
-
-
-def is_older(gpu: str) -> bool:
-    """Return whether a GPU had programs of before 2022, whose libraries its own numbers are of."""
-    return "newer" in devices()[device_of(gpu)]
-
-
 def _plain(name: str) -> str:
     return re.sub(r"nvidia|amd|tesla|instinct|geforce|tensor core|gpu|[\s_-]", "", name.lower())
 

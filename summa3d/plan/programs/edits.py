@@ -103,11 +103,6 @@ def as_nccl(trace: OpTrace) -> Iterable[Op]:
     return (op for op in trace if op.kind != "elements" or not op.name.startswith(OWN))
 
 
-def is_of_weight(op: Op) -> bool:
-    """Return whether an operation is the product that makes the gradient of a weight: attention's own have another form."""
-    return op.kind == "product" and op.name == "tn" and op.phase == "backward"
-
-
 def accumulated(dtype: str, apart: bool) -> Edit:
     """Add the gradients of weights to the sum of the micro-batches, which has this dtype.
 
@@ -119,11 +114,12 @@ def accumulated(dtype: str, apart: bool) -> Edit:
     @of_each_trace
     def edit(trace: OpTrace) -> Iterable[Op]:
         for op in trace:
+            is_gradient = op.kind == "product" and op.name == "tn" and op.phase == "backward"  # attention's have another form
             size = op.m * op.n * op.batch
-            if is_of_weight(op) and not apart:
+            if is_gradient and not apart:
                 op = op._replace(read=op.read + width * size, written=width * size)
             yield op
-            if is_of_weight(op) and apart:
+            if is_gradient and apart:
                 yield Op("elements", op.phase, op.layer, "accumulate", read=(2 + width) * size, written=width * size)
 
     return edit

@@ -16,7 +16,7 @@ from ...dtypes import NARROW
 from ...errors import ConfigError, Summa3dError
 from ...files import text_of
 from .bands import kind_of
-from .devices import cluster_of, device_of, has_fused_attention, is_older, ports_of
+from .devices import cluster_of, device_of, devices, ports_of
 from .experts import nodes_of_experts
 from .memory import bytes_of
 from .programs import PROGRAMS, SWITCHES, PricedProgram, on_cluster, program_of
@@ -167,7 +167,7 @@ def _row(number: int, row: Mapping[str, Any]) -> MeasuredStep:
     dtype = str(row.get("dtype") or "bfloat16").strip().lower()
     cluster, narrow = _in_dtype(on_cluster(program, cluster), device, dtype, remarks)
     on = {**program.switches, **{key: value for key, value in switches.items() if key in SWITCHES}}
-    if on.get("fused_attention") and row.get("cluster") is None and not has_fused_attention(row["gpu"]):
+    if on.get("fused_attention") and not _has_fused_attention(row):
         on["fused_attention"] = False
         remarks.append(f"fused attention is not priced: {device} has no kernel of it")
     family = next((own for begin, own in FAMILIES.items() if str(model.get("family", "gpt")).lower().startswith(begin)), "gpt2")
@@ -224,12 +224,12 @@ def _that_fits(given: Mapping[str, Any], row: Mapping[str, Any], cluster: Cluste
     """
     free = cluster["device.memory"]
     many = max(1, row["batch"] // (given["dp"] * given["shards"]))
-    sizes = [1] if given["pp"] > 1 else [n for n in divisors(many) if n & (n - 1) == 0]
-    sizes = [row["micro_batch"]] if row.get("micro_batch") else sizes
-    kinds = (given["recompute"],) if row.get("recompute") is not None else RECOMPUTE
-    of = [{**given, "recompute": kind, "micro_batch": sizes[0]} for kind in kinds]
-    result = next((plan for plan in of if len(of) == 1 or bytes_of(plan) <= free), of[-1])
-    for size in sizes[1:]:
+    powers = [1] if given["pp"] > 1 else [n for n in divisors(many) if n & (n - 1) == 0]
+    least, *more = [row["micro_batch"]] if row.get("micro_batch") else powers
+    *less, most = (given["recompute"],) if row.get("recompute") is not None else RECOMPUTE
+    result = {**given, "micro_batch": least}
+    result["recompute"] = next((kind for kind in less if bytes_of({**result, "recompute": kind}) <= free), most)
+    for size in more:
         larger = {**result, "micro_batch": size}
         if bytes_of(larger) > free:
             break
@@ -291,7 +291,7 @@ def _program_of(row: Mapping[str, Any]) -> tuple[str, PricedProgram, list[str]]:
     except ConfigError:
         grid = row.get("grid") or {}
         alone = (grid.get("tp") or 1) * (grid.get("pp") or 1) == 1
-        sharded, fused = (grid.get("fsdp") or 1) > 1, row.get("cluster") is not None or has_fused_attention(row["gpu"])
+        sharded, fused = (grid.get("fsdp") or 1) > 1, _has_fused_attention(row)
         name = "fsdp2" if sharded or (alone and fused) else "megatron-core" if fused else "megatron-2021"
     if name == "megatron-core" and _is_of_2022(row):
         name = "megatron-2022"
@@ -302,7 +302,17 @@ def _is_of_2022(row: Mapping[str, Any]) -> bool:
     """Return whether a row's Megatron-LM, of which nothing says that its attention is fused, ran on a GPU of before 2022."""
     plain = re.fullmatch(r"megatron([\s_.-]*lm)?", row["program"].strip().lower())
     fused = (row.get("switches") or {}).get("fused_attention")
-    return bool(plain) and not fused and row.get("cluster") is None and is_older(row["gpu"])
+    return bool(plain) and not fused and "newer" in _of_gpu(row)
+
+
+def _of_gpu(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what is known of a row's GPU; nothing where the row names a cluster."""
+    return devices()[device_of(row["gpu"])] if row.get("cluster") is None else {}
+
+
+def _has_fused_attention(row: Mapping[str, Any]) -> bool:
+    """Return whether a row's GPU has a kernel of fused attention: all but those of which it is known that they have none."""
+    return bool(_of_gpu(row).get("attention.forward", True))
 
 
 def _in_dtype(cluster: Cluster, device: str, dtype: str, remarks: list[str]) -> tuple[Cluster, str]:
