@@ -392,6 +392,8 @@ def test_gpus_without_a_kernel_of_fused_attention_have_none(tmp_path: Path) -> N
     old = [read(tmp_path, {**row, "gpu": "V100"})[0] for row in named]
     assert [row.program for row in old] == ["deepspeed-zero", "megatron-2021", "fsdp2"]
     assert [row.given["attention_dropout"] for row in old] == [0.1] * 3
+    (of_cluster,) = read(tmp_path, {"program": "somebodys", "cluster": "selene", "gpu": "V100"})  # which decides
+    assert of_cluster.program == "megatron-core" and of_cluster.given["switches"]["fused_attention"]
     newer = [read(tmp_path, row)[0] for row in named]
     assert [row.program for row in newer] == ["deepspeed-zero", "megatron-core", "fsdp2"]
     assert [row.given["attention_dropout"] for row in newer] == [0.0] * 3
